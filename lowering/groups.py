@@ -1,0 +1,155 @@
+"""Which ranks share a sequence: from what the user hands over to a name, and from the name to its ranks.
+
+The ops of this folder carry their process group as the group's name, since a graph that is compiled, cached and
+loaded again in another process can hold a string but no process group. ``""`` is the name of "one rank": no
+process group is initialised, or the group has one member. Everything else about the group is looked up from the
+name while the program runs, never while a graph is built, and never from the rank in the world: the group may be
+a part of the world, in any order.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeco_compile.kernels.errors import ZecoError
+from zeco_compile.lowering import torch_private
+
+ONE_RANK = ""
+
+
+class InvalidGroup(ZecoError):
+    """What was given as ``group`` is not a process group that this rank can share a sequence with."""
+
+
+def resolve_group(group: Any = None) -> str:
+    """The name of ``group``, by which the ops of ``zeco::`` find it.
+
+    ``group`` is ``None`` (all ranks if a default process group is initialised, else one rank), a
+    ``ProcessGroup``, or a ``DeviceMesh`` of one dimension. Returns ``""`` when there is one rank only.
+    Raises `InvalidGroup` for anything else, for a mesh of several dimensions, for a group that does not contain
+    this rank, and for one that has been destroyed.
+    """
+    if group is None:
+        if not _initialised():
+            return ONE_RANK
+        group = dist.group.WORLD
+    elif _is_mesh(group):
+        group = _group_of_mesh(group)
+    elif dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidGroup(
+            f"this rank ({_rank_in_world()}) is not in the process group given as `group`: `dist.new_group` "
+            "returned GroupMember.NON_GROUP_MEMBER here. Call this with the group that this rank is in, or only "
+            "on the group's own ranks."
+        )
+    elif not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise InvalidGroup(
+            f"`group` is {_describe(group)}, but has to be None, a torch.distributed.ProcessGroup or a "
+            f"one-dimensional DeviceMesh.{_hint(group)}"
+        )
+    if not torch_private.is_registered_group(group):
+        raise InvalidGroup(
+            "the process group given as `group` is unknown to torch.distributed: it has been destroyed "
+            "(`destroy_process_group`), or was made by hand. Pass a group from `dist.new_group`, or a DeviceMesh."
+        )
+    if group.rank() < 0:
+        raise InvalidGroup(
+            f"this rank ({_rank_in_world()}) is not in the process group given as `group` (ranks "
+            f"{dist.get_process_group_ranks(group)}). Call this with the group that this rank is in."
+        )
+    return ONE_RANK if group.size() == 1 else str(group.group_name)
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group called ``name``. Raises `InvalidGroup` if this process has none of that name (any more).
+
+    ``name`` is not ``""``: one rank has no process group.
+    """
+    if not _initialised():
+        raise InvalidGroup(
+            f"a compiled graph or op asks for process group {name!r}, but torch.distributed is not initialised in "
+            "this process (or has been destroyed since). Call `dist.init_process_group` first; to run on one rank "
+            "afterwards, compile again (`torch._dynamo.reset()`)."
+        )
+    try:
+        return torch_private.process_group_of_name(name)
+    except RuntimeError as error:
+        raise InvalidGroup(
+            f"a compiled graph or op asks for process group {name!r}, which this process does not have (any more). "
+            "Process groups have to live as long as the models compiled for them; after making new ones, compile "
+            "again (`torch._dynamo.reset()`)."
+        ) from error
+
+
+def group_size(name: str) -> int:
+    """How many ranks share the sequence; 1 for ``""``."""
+    return 1 if name == ONE_RANK else process_group(name).size()
+
+
+def group_rank(name: str) -> int:
+    """This process's place in the group (0 holds the first tokens); 0 for ``""``."""
+    return 0 if name == ONE_RANK else process_group(name).rank()
+
+
+def global_ranks(name: str) -> tuple[int, ...]:
+    """The ranks in the world, in the order of the group; ``(0,)`` for ``""``."""
+    if name == ONE_RANK:
+        return (0,)
+    return tuple(dist.get_process_group_ranks(process_group(name)))
+
+
+def group_timeout(name: str) -> datetime.timedelta:
+    """How long the user lets an operation of this group take before it has failed."""
+    return torch_private.timeout_of_group(process_group(name))
+
+
+def _initialised() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _rank_in_world() -> str:
+    return f"global rank {dist.get_rank()}" if _initialised() else "no process group is initialised"
+
+
+def _is_mesh(group: Any) -> bool:
+    # Not isinstance alone: importing device_mesh is slow, and a build without distributed has no such module.
+    if not dist.is_available():
+        return False
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return isinstance(group, DeviceMesh)
+
+
+def _group_of_mesh(mesh: Any) -> dist.ProcessGroup:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        example = f'mesh["{names[-1]}"]' if names else 'a mesh with mesh_dim_names, and then mesh["cp"]'
+        raise InvalidGroup(
+            f"`group` is a DeviceMesh of {mesh.ndim} dimensions (shape {tuple(mesh.mesh.shape)}, names {names}), "
+            "and the sequence runs along one of them. Pass the one-dimensional part that shares the sequence: "
+            f"{example}."
+        )
+    if mesh.get_coordinate() is None:
+        raise InvalidGroup(
+            f"this rank ({_rank_in_world()}) is not in the DeviceMesh given as `group` (ranks "
+            f"{mesh.mesh.flatten().tolist()}). Call this only on the ranks of the mesh."
+        )
+    return mesh.get_group()
+
+
+def _describe(group: Any) -> str:
+    text = repr(group)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} (a {type(group).__name__})"
+
+
+def _hint(group: Any) -> str:
+    if isinstance(group, list | tuple | range) and all(isinstance(rank, int) for rank in group):
+        return f" For these ranks: `dist.new_group({list(group)})`, called on every rank."
+    if isinstance(group, torch.Tensor):
+        return " For a tensor of ranks: `dist.new_group(ranks.tolist())`, called on every rank."
+    if isinstance(group, str):
+        return " For a dimension of a DeviceMesh by its name: `mesh[name]`."
+    return ""
