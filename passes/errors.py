@@ -1,12 +1,13 @@
 """What the compiler refuses, and how it says so.
 
-Contract: an error of this file, raised while a graph is compiled, reaches the caller of the compiled model with
-its own type and message. Dynamo neither wraps it nor falls back to eager, whatever its settings, since eager on
-a slice of the sequence is a wrong number. Each class has a fixed message: what was found, where in the user's
-source, why that cannot be compiled, what to do.
+Contract: an error of this file, raised while a graph is compiled, reaches the caller of the compiled
+model with its own type and message. Dynamo neither wraps it nor falls back to eager, whatever its
+settings, since eager on a slice of the sequence is a wrong number. Each class has a fixed message: what was
+found, where in the user's source, why that cannot be compiled, what to do.
 
-``refusing(stage)`` is the guard around the whole compilation: it lets these errors through, gives errors of the
-other folders (a disagreement of the ranks) the same passage, and makes any other exception an `InternalError`.
+``refusing(stage)`` is the guard around the whole compilation: it lets these errors through, gives errors of
+the other folders (a disagreement of the ranks) the same passage, and makes any other exception an
+`InternalError`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from zeco_compile.passes.torch_private import LoudBackendError, is_dynamo_restar
 class CompileError(ZecoError, LoudBackendError):
     """Base of all refusals at compile time.
 
-    ``found`` is one sentence, ``why`` one or more, ``hints`` are things to do, each a sentence. ``location`` is
-    the user's line, ``context`` further facts as (label, text) pairs, printed like the location.
+    ``found`` is one sentence, ``why`` one or more, ``hints`` are things to do. ``location`` is the user's
+    line, ``context`` further facts as (label, text) pairs, printed like the location.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class GraphBreak(CompileError):
             hints=[
                 "change this line so that Dynamo can trace it; torch.compile(..., fullgraph=True) shows the "
                 "reason in full",
-                'set options={"graph_breaks": "allow"} if no code between the graphs looks at other positions',
+                'set options={"graph_breaks": "allow"} if the code between the graphs looks at no other '
+                "positions",
             ],
         )
 
@@ -120,8 +122,8 @@ class SequenceInputError(CompileError):
             location=location,
             hints=hints
             or [
-                f"call zeco_compile.mark_sequence({_argument_name(input_name)}, dim) on the tensor, with dim the "
-                "dimension along which it is sliced, or None if every rank holds all of it",
+                f"call zeco_compile.mark_sequence({_argument_name(input_name)}, dim) on the tensor, with dim "
+                "the dimension along which it is sliced, or None if every rank holds all of it",
                 'or set options={"seq_dim": dim} if the inputs agree on another dimension',
             ],
         )
@@ -132,7 +134,7 @@ class AmbiguousSequence(SequenceInputError):
 
 
 class LengthInValue(CompileError):
-    """A number that may stand for the local length takes part in the computation, and cannot be made global."""
+    """A number that may stand for the local length is computed with, and cannot be made global."""
 
     def __init__(self, value: str, *, location: Location, why: str, hints: Sequence[str] = ()) -> None:
         self.value = value
@@ -168,7 +170,7 @@ class RecognitionRefused(CompileError):
             why=why,
             hints=hints
             or [
-                "call zeco_compile.gated_linear_attention(q, k, v, g) at this place, if that is what it computes",
+                "call zeco_compile.gated_linear_attention(q, k, v, g) here, if that is what it computes",
                 "run zeco_compile.explain(model, ...) to see what else was recognised",
             ],
             context=context,
@@ -178,8 +180,8 @@ class RecognitionRefused(CompileError):
 class InternalError(CompileError):
     """An exception that is no refusal: a fault of zeco_compile, or an exception of PyTorch below it.
 
-    ``stage`` names the part of the compilation, ``cause`` is the exception; the end of its traceback is in the
-    message, because Dynamo strips the tracebacks of backends.
+    ``stage`` names the part of the compilation, ``cause`` is the exception; the end of its traceback is in
+    the message, because Dynamo strips the tracebacks of backends.
     """
 
     def __init__(self, stage: str, cause: BaseException, *, location: Location | None = None) -> None:
@@ -191,7 +193,8 @@ class InternalError(CompileError):
             why="this is not a refusal of your model but an exception that should not have happened. Falling "
             "back to eager would compute on a slice of the sequence, so the compilation stops here.",
             hints=[
-                "set ZECO_DEBUG=<folder> to keep the graphs up to this point, and report them with this message",
+                "set ZECO_DEBUG=<folder> to keep the graphs up to this point, and report them with this "
+                "message",
             ],
             context=[("traceback (innermost call last)", _innermost_calls(cause))],
         )
@@ -201,9 +204,9 @@ class InternalError(CompileError):
 def refusing(stage: str, location: Location | None = None) -> Iterator[None]:
     """Guards a part of the compilation, so that whatever goes wrong in it is an error that the user sees.
 
-    Passes `CompileError` and Dynamo's requests to trace again; a `ZecoError` of another folder comes out with
-    its own type, made a `CompileError` as well; any other exception becomes `InternalError`. ``stage`` completes
-    the sentence "compilation failed during ...".
+    Passes `CompileError` and Dynamo's requests to trace again; a `ZecoError` of another folder comes out
+    with its own type, made a `CompileError` as well; any other exception becomes `InternalError`. ``stage``
+    completes the sentence "compilation failed during ...".
     """
     try:
         yield
@@ -230,7 +233,7 @@ def as_compile_error(error: ZecoError) -> CompileError:
 
 
 @cache
-def _compile_error_class(declared: type[ZecoError]) -> type[CompileError]:
+def _compile_error_class(declared: type[Any]) -> type[CompileError]:
     """A class that is both `declared` and a `CompileError`, under the name of `declared`."""
     namespace = {"__module__": declared.__module__, "__doc__": declared.__doc__, "_declared": declared}
     return type(declared.__name__, (declared, CompileError), namespace)
@@ -251,7 +254,7 @@ def _restore(declared: type[ZecoError], args: tuple[Any, ...], state: dict[str, 
     return error
 
 
-# What Dynamo's base classes and Dynamo itself store on the exception: tracer, frames, stacks; none can travel.
+# What Dynamo and its base classes store on the exception (tracer, frames, stacks): none of it can travel.
 _DYNAMO_STATE = frozenset(LoudBackendError("").__dict__) - {"message"} | {
     "compile_id",
     "innermost_user_frame_summary",

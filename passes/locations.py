@@ -1,8 +1,8 @@
 """Where in the user's source an FX node comes from.
 
 Dynamo stores on every node the Python stack that produced it, as text in the format of ``traceback``:
-outermost frame first, through the user's modules into ``torch.nn`` and, where a rewritten call is inlined, into
-this package. The place to show to a user is the innermost frame that is neither.
+outermost frame first, through the user's modules into ``torch.nn`` and, where a rewritten call is inlined,
+into this package. The place to show to a user is the innermost frame that is neither.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Location:
 
     def __str__(self) -> str:
         """``file:line``, which editors and terminals turn into a link."""
-        return f"{self.file}:{self.line}" if self.known else "an unknown place (the graph names no source line)"
+        return f"{self.file}:{self.line}" if self.known else "unknown (the graph names no source line)"
 
     def describe(self) -> str:
         """``file:line, in function`` and the source line below it, indented, for error messages."""
@@ -59,9 +59,9 @@ UNKNOWN = Location()
 def user_location(node: fx.Node | None) -> Location:
     """The innermost line of user code in the node's stack trace.
 
-    User code is what lies outside PyTorch, this package, Python's standard library and generated code; a model
-    library (transformers, fla) counts as user code. Where every frame is such a one, the innermost frame of a
-    file is given instead, and ``UNKNOWN`` where the node carries no stack trace. Never raises.
+    User code is what lies outside PyTorch, this package, Python's standard library and generated code; a
+    model library (transformers, fla) counts as user code. Where no frame is user code, the innermost frame
+    is given instead, and ``UNKNOWN`` where the node carries no stack trace. Never raises.
     """
     return innermost_user_frame(getattr(node, "stack_trace", None))
 

@@ -1,8 +1,8 @@
 """What the compiler found and did, as plain data: the passes append to it, nothing reads it back.
 
-One `Report` per rank and graph. ``to_dict`` is the content of ``report.json``; ``to_markdown`` is ``report.md``,
-written for a reader who has never seen this project: a summary, then one section per kind of fact, each entry
-with the line of the user's source that it is about.
+One `Report` per rank and graph. ``to_dict`` is the content of ``report.json``; ``to_markdown`` is
+``report.md``, written for a reader who has never seen this project: a summary, then one section per kind of
+fact, each entry with the line of the user's source that it is about.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
-
 from zeco_compile.passes.locations import UNKNOWN, Location
 
 Family = Literal["per channel", "per head and token", "constant per head", "none"]
@@ -76,10 +75,10 @@ class Decision:
 class Communication:
     """One exchange between ranks, as planned: what, which way, how much each rank sends.
 
-    ``direction`` is "to the next rank", "to the previous rank", "among all ranks". ``formula`` gives the bytes
-    in the field's words ("B*H*K*V*4"), ``bytes_per_call`` their number for the sizes at hand (None if a size
-    is symbolic); ``calls`` how often in one step (forward and backward). ``alternatives`` are the bytes per
-    rank and step of other ways to do the same, by name, for comparison.
+    ``direction`` is "to the next rank", "to the previous rank", "among all ranks". ``formula`` gives the
+    bytes in the field's words ("B*H*K*V*4"), ``bytes_per_call`` their number for the sizes at hand (None if
+    a size is symbolic); ``calls`` how often in one step (forward and backward). ``alternatives`` are the
+    bytes per rank and step of other ways to do the same, by name, for comparison.
     """
 
     what: str
@@ -201,9 +200,6 @@ def op_difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[s
     return {name: change for name, change in changes.items() if change}
 
 
-# ---------------------------------------------------------------------------------------------------- Markdown
-
-
 def _summary(report: Report) -> str:
     lines = [f"# zeco_compile: graph {report.graph} on rank {report.rank} of {report.world_size}", ""]
     if report.error:
@@ -242,8 +238,9 @@ def _regions_section(regions: list[Region]) -> str:
     if not regions:
         return "\n\n".join([*lines, "None in this graph."])
     lines.append(
-        "Each of these computes `S_t = A_t S_{t-1} + k_t v_t^T`, `o_t = scale * S_t^T q_t`, with A_t the decay. "
-        "It is replaced by the chunked form on the slice and an exchange of one state S between neighbours."
+        "Each of these computes `S_t = A_t S_{t-1} + k_t v_t^T`, `o_t = scale * S_t^T q_t`, with A_t the "
+        "decay. It is replaced by the chunked form on the slice and an exchange of one state S between "
+        "neighbours."
     )
     lines += [_region(region) for region in regions]
     return "\n\n".join(lines)
@@ -339,7 +336,7 @@ def _passes_section(passes: list[PassRecord]) -> str:
             f"{record.seconds * 1000:.1f}",
             str(record.matches),
             f"{record.nodes_before} -> {record.nodes_after}",
-            ", ".join(f"{change:+d} `{_cell(name)}`" for name, change in record.op_difference.items()) or "none",
+            ", ".join(f"{n:+d} `{_cell(name)}`" for name, n in record.op_difference.items()) or "none",
         ]
         for record in passes
     ]

@@ -6,6 +6,16 @@ says which, and this file is the only one of the passes to change.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.utils import _pytree as pytree
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, UncapturedHigherOrderOpError
 
 
@@ -17,8 +27,8 @@ class LoudBackendError(ShortenTraceback, UncapturedHigherOrderOpError):
     - ``OutputGraph._call_user_compiler`` wraps everything in ``BackendCompilerFailed``, and turns some
       fake-tensor exceptions into a graph break, but re-raises a ``ShortenTraceback``.
     - ``ConvertFrame.__call__`` falls back to eager under ``torch._dynamo.config.suppress_errors``, for every
-      exception but an ``UncapturedHigherOrderOpError``. For this package eager on a slice of the sequence is a
-      wrong number, so the fallback must not happen whatever that setting says.
+      exception but an ``UncapturedHigherOrderOpError``. For this package eager on a slice of the sequence is
+      a wrong number, so the fallback must not happen whatever that setting says.
     - ``_TorchDynamoContext`` strips Dynamo's own frames from the traceback for both types, and keeps
       ``__cause__`` only for the second.
     """
@@ -28,11 +38,79 @@ class LoudBackendError(ShortenTraceback, UncapturedHigherOrderOpError):
         self.message = message
 
     def __str__(self) -> str:
-        """The message as raised. Dynamo appends the user's stack, which the message already names the line of,
-        and advice on debugging Dynamo to ``args`` on the way out."""
+        """The message as raised: Dynamo appends its own copy of the user's stack, and advice on debugging
+        Dynamo, to ``args`` on the way out."""
         return self.message
 
 
 def is_dynamo_restart(error: BaseException) -> bool:
     """Whether `error` asks Dynamo to trace the frame once more. It is a message to Dynamo, not a failure."""
     return isinstance(error, RestartAnalysis)
+
+
+def fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The fake mode that AOTAutograd will use for this graph, and the example inputs in it.
+
+    Dynamo's own fake tensors (``example_value``) belong to an older mode whose symbols may have been refined.
+    """
+    context = TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        raise RuntimeError("no tracing context: the backend must be called by torch.compile")
+    mode = context.fake_mode
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    fakes = []
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        if not isinstance(value, torch.Tensor):
+            fakes.append(value)
+        elif isinstance(value, FakeTensor) and value.fake_mode is mode:
+            fakes.append(value)
+        else:
+            graph_argument = node.meta.get("grapharg")
+            source = getattr(graph_argument, "source", None)
+            symbolic = (getattr(context, "tensor_to_context", None) or {}).get(value)
+            fakes.append(mode.from_tensor(value, source=source, symbolic_context=symbolic))
+    return mode, fakes
+
+
+def trace_functional(function: Callable[..., Any], fakes: Sequence[Any]) -> fx.GraphModule:
+    """ATen graph of `function` on fake tensors, functionalised, composite ops taken apart.
+
+    Must run inside the fake mode of `fakes`. The outputs are the tensors that `function` returned, then the
+    final values of its inputs (changed or not); what else is dead is dropped by `make_fx`. Nodes of values in
+    between are found by `traced_node` while `function` runs.
+    """
+
+    def functional(*args: Any) -> list[Any]:
+        with FunctionalTensorMode():
+            wrapped = [FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in args]
+            results = [r for r in pytree.tree_leaves(function(*wrapped)) if isinstance(r, torch.Tensor)]
+            finals = []
+            for tensor in [*results, *(w for w in wrapped if isinstance(w, torch.Tensor))]:
+                if isinstance(tensor, FunctionalTensor):
+                    torch._sync(tensor)
+                    tensor = torch._from_functional_tensor(tensor.elem)
+                finals.append(tensor)
+            return finals
+
+    traced: fx.GraphModule = make_fx(functional, tracing_mode="real")(*fakes)
+    return traced
+
+
+def tracing_graph() -> fx.Graph | None:
+    """The graph that the innermost `make_fx` is building now."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.graph
+
+
+def traced_node(value: Any) -> Any:
+    """The node of the graph being traced that holds this tensor's present value; other values as they are."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return value
+    if isinstance(value, FunctionalTensor):
+        torch._sync(value)
+        value = torch._from_functional_tensor(value.elem)
+    if isinstance(value, torch.Tensor):
+        slot = get_proxy_slot(value, mode.tracer, None)
+        return None if slot is None else slot.proxy.node
+    return value
