@@ -1,10 +1,10 @@
 """Which ranks share a sequence: from what the user hands over to a name, and from the name to its ranks.
 
-The ops of this folder carry their process group as the group's name, since a graph that is compiled, cached and
-loaded again in another process can hold a string but no process group. ``""`` is the name of "one rank": no
-process group is initialised, or the group has one member. Everything else about the group is looked up from the
-name while the program runs, never while a graph is built, and never from the rank in the world: the group may be
-a part of the world, in any order.
+The ops of this folder carry their process group as the group's name, since a graph that is compiled, cached
+and loaded again in another process can hold a string but no process group. ``""`` is the name of "one
+rank": no process group is initialised, or the group has one member. Everything else about the group is
+looked up from the name while the program runs, never while a graph is built, and never from the rank in the
+world: the group may be a part of the world, in any order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from zeco_compile.kernels.errors import ZecoError
 from zeco_compile.lowering import torch_private
 
@@ -30,8 +29,8 @@ def resolve_group(group: Any = None) -> str:
 
     ``group`` is ``None`` (all ranks if a default process group is initialised, else one rank), a
     ``ProcessGroup``, or a ``DeviceMesh`` of one dimension. Returns ``""`` when there is one rank only.
-    Raises `InvalidGroup` for anything else, for a mesh of several dimensions, for a group that does not contain
-    this rank, and for one that has been destroyed.
+    Raises `InvalidGroup` for anything else, for a mesh of several dimensions, for a group that does not
+    contain this rank, and for one that has been destroyed.
     """
     if group is None:
         if not _initialised():
@@ -42,8 +41,8 @@ def resolve_group(group: Any = None) -> str:
     elif dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
         raise InvalidGroup(
             f"this rank ({_rank_in_world()}) is not in the process group given as `group`: `dist.new_group` "
-            "returned GroupMember.NON_GROUP_MEMBER here. Call this with the group that this rank is in, or only "
-            "on the group's own ranks."
+            "returned GroupMember.NON_GROUP_MEMBER here. Call this with the group that this rank is in, "
+            "or only on the group's own ranks."
         )
     elif not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         raise InvalidGroup(
@@ -53,7 +52,8 @@ def resolve_group(group: Any = None) -> str:
     if not torch_private.is_registered_group(group):
         raise InvalidGroup(
             "the process group given as `group` is unknown to torch.distributed: it has been destroyed "
-            "(`destroy_process_group`), or was made by hand. Pass a group from `dist.new_group`, or a DeviceMesh."
+            "(`destroy_process_group`), or was made by hand. Pass a group from `dist.new_group`, or a "
+            "DeviceMesh."
         )
     if group.rank() < 0:
         raise InvalidGroup(
@@ -64,23 +64,24 @@ def resolve_group(group: Any = None) -> str:
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """The process group called ``name``. Raises `InvalidGroup` if this process has none of that name (any more).
+    """The process group called ``name``. Raises `InvalidGroup` if this process has none of that name (any
+    more).
 
     ``name`` is not ``""``: one rank has no process group.
     """
     if not _initialised():
         raise InvalidGroup(
-            f"a compiled graph or op asks for process group {name!r}, but torch.distributed is not initialised in "
-            "this process (or has been destroyed since). Call `dist.init_process_group` first; to run on one rank "
-            "afterwards, compile again (`torch._dynamo.reset()`)."
+            f"a compiled graph or op asks for process group {name!r}, but torch.distributed is not "
+            "initialised in this process (or has been destroyed since). Call `dist.init_process_group` "
+            "first; to run on one rank afterwards, compile again (`torch._dynamo.reset()`)."
         )
     try:
         return torch_private.process_group_of_name(name)
     except RuntimeError as error:
         raise InvalidGroup(
-            f"a compiled graph or op asks for process group {name!r}, which this process does not have (any more). "
-            "Process groups have to live as long as the models compiled for them; after making new ones, compile "
-            "again (`torch._dynamo.reset()`)."
+            f"a compiled graph or op asks for process group {name!r}, which this process does not have "
+            "(any more). Process groups have to live as long as the models compiled for them; after "
+            "making new ones, compile again (`torch._dynamo.reset()`)."
         ) from error
 
 
@@ -128,9 +129,9 @@ def _group_of_mesh(mesh: Any) -> dist.ProcessGroup:
         names = mesh.mesh_dim_names
         example = f'mesh["{names[-1]}"]' if names else 'a mesh with mesh_dim_names, and then mesh["cp"]'
         raise InvalidGroup(
-            f"`group` is a DeviceMesh of {mesh.ndim} dimensions (shape {tuple(mesh.mesh.shape)}, names {names}), "
-            "and the sequence runs along one of them. Pass the one-dimensional part that shares the sequence: "
-            f"{example}."
+            f"`group` is a DeviceMesh of {mesh.ndim} dimensions (shape {tuple(mesh.mesh.shape)}, names "
+            f"{names}), and the sequence runs along one of them. Pass the one-dimensional part that shares "
+            f"the sequence: {example}."
         )
     if mesh.get_coordinate() is None:
         raise InvalidGroup(

@@ -1,0 +1,320 @@
+"""Ranks that should do the same thing find out, before they wait for each other, whether they do.
+
+Contract: what differs between ranks is raised on *every* rank, by the same error with the same message, and
+no rank is left waiting. Both checks begin with one all-gather of one small header on the CPU, so that a
+rank in one check and a rank in the other (one recompiles since its length changed, the others run what they
+have) see each other instead of waiting for each other. A rank that does not come at all makes the others
+raise `RankMissing` after the group's timeout.
+
+The headers go over a gloo group of their own. They cannot interleave with the user's collectives or with the
+states on their way, and on CUDA they do not touch the stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from zeco_compile.kernels.errors import ZecoError
+from zeco_compile.lowering import groups, torch_private
+
+# One header is `_HEADER` integers: which check, length of the text to follow, identity of the key, how many
+# lengths there are, and the first `_INLINE` of them.
+_HEADER = 16
+_INLINE = _HEADER - 4
+_LENGTHS = 1
+_AGREEMENT = 2
+
+# How long a rank that has failed looks for the failures of the others, to tell who is missing.
+_REPORT_SECONDS = 2.0
+
+
+class RanksDisagree(ZecoError):
+    """The ranks of a group did not compile, or do not run, the same thing."""
+
+
+class UnequalShards(ZecoError):
+    """The ranks of a group hold slices of the sequence of different lengths."""
+
+
+class RankMissing(ZecoError):
+    """A rank did not take part in a check within the group's timeout, or has died."""
+
+
+def check_agreement(group: str, key: str, payload: dict[str, Any], lengths: Sequence[int] = ()) -> None:
+    """All ranks of ``group`` are at the same point ``key`` with the same ``payload``; for compile time.
+
+    ``payload`` maps names to values made of None, bool, int, float, str, tuples, lists and dicts (anything
+    else is a TypeError, before any communication). ``lengths`` are this rank's lengths along the sequence,
+    so that ranks that differ because their shards do are told so. Blocks until all ranks have come.
+
+    Raises on every rank `UnequalShards` if lengths differ, `RanksDisagree` if the keys, or the payloads, or
+    the checks differ, with who has what; `RankMissing` after the group's timeout on the ranks that did
+    come.
+    """
+    text = json.dumps([key, _canonical(payload)]).encode()
+    if group == groups.ONE_RANK:
+        return
+    with _control(group) as control:
+        headers = control.exchange(_AGREEMENT, len(text), key, lengths)
+        texts = control.gather_texts(text, [header[1] for header in headers])
+    _raise_for_payloads(group, [json.loads(each) for each in texts])
+
+
+def check_lengths(group: str, lengths: Sequence[int], key: str = "") -> None:
+    """All ranks of ``group`` are about to run the same thing on slices of equal ``lengths``; for every call.
+
+    One all-gather of 128 bytes (two for more than 12 lengths). ``key`` names what is about to run, and is
+    compared too. Raises on every rank `UnequalShards`, with each rank's lengths, or `RanksDisagree`;
+    `RankMissing` after the group's timeout on the ranks that did come.
+    """
+    if group == groups.ONE_RANK:
+        return
+    with _control(group) as control:
+        control.exchange(_LENGTHS, 0, key, lengths)
+
+
+class _Control:
+    """The gloo group on which the members of one process group compare notes."""
+
+    def __init__(self, name: str, generation: int) -> None:
+        self.name = name
+        self.generation = generation
+        self.main = groups.process_group(name)
+        self.store = torch_private.default_store()
+        self.rank, self.size = self.main.rank(), self.main.size()
+        self.timeout = groups.group_timeout(name)
+        self.prefix = f"zeco/control/{name}/{generation}"
+        self.broken = ""
+        self.lock = threading.Lock()
+        self.header = torch.zeros(_HEADER, dtype=torch.int64)
+        self.headers = torch.zeros(self.size * _HEADER, dtype=torch.int64)
+        self.gloo: Any = None
+        self._guarded(self._connect)
+
+    def exchange(self, check: int, text_bytes: int, key: str, lengths: Sequence[int]) -> list[list[int]]:
+        """All ranks' headers, once everything in them that has to agree does."""
+        inline = list(lengths[:_INLINE])
+        header = [check, text_bytes, _identity(key), len(lengths), *inline]
+        self.header[: len(header)] = torch.tensor(header, dtype=torch.int64)
+        self.header[len(header) :] = 0
+        self._all_gather(self.headers, self.header)
+        rows = self.headers.view(self.size, _HEADER).tolist()
+        first = rows[0]
+        if all(row[0] == first[0] and row[2:] == first[2:] for row in rows):
+            if len(lengths) > _INLINE:
+                self._compare_lengths(rows, self._gather_integers(lengths[_INLINE:], rows))
+            return rows
+        # All that follows is decided from `rows` alone, which every rank has: all raise, and raise the same.
+        if any(row[3] != first[3] for row in rows):
+            _raise_unequal(self.name, [f"{row[3]} lengths {tuple(row[4 : 4 + row[3]])}" for row in rows])
+        self._compare_lengths(rows, [[] for _ in rows])
+        if any(row[0] != first[0] for row in rows):
+            doing = {_LENGTHS: "runs a compiled graph", _AGREEMENT: "compiles"}
+            raise RanksDisagree(
+                f"the ranks of {_group_text(self.name)} are not doing the same: "
+                f"{_who_has_what(self.name, [doing[row[0]] for row in rows])}. A rank compiles again when "
+                "something that Dynamo guards on changed there (a shape, a flag of the module, grad "
+                "mode). Make it change on every rank at the same call."
+            )
+        raise RanksDisagree(
+            f"the ranks of {_group_text(self.name)} are about to run different graphs (identity of the "
+            f"graph: {_who_has_what(self.name, [f'{row[2] & 0xFFFFFFFF:08x}' for row in rows])}; this "
+            f"rank: {key!r}). Call the same compiled model, in the same mode, in the same order on every "
+            "rank."
+        )
+
+    def gather_texts(self, text: bytes, sizes: list[int]) -> list[bytes]:
+        """Every rank's text, given their sizes in bytes."""
+        width = max(sizes)
+        mine = torch.zeros(width, dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        everyone = torch.zeros(self.size * width, dtype=torch.uint8)
+        self._all_gather(everyone, mine)
+        rows = everyone.view(self.size, width)
+        return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather_integers(self, values: Sequence[int], rows: list[list[int]]) -> list[list[int]]:
+        mine = torch.tensor(list(values), dtype=torch.int64)
+        everyone = torch.zeros(len(rows) * len(values), dtype=torch.int64)
+        self._all_gather(everyone, mine)
+        return everyone.view(len(rows), len(values)).tolist()
+
+    def _compare_lengths(self, rows: list[list[int]], rest: list[list[int]]) -> None:
+        lengths = [(*row[4 : 4 + row[3]], *more) for row, more in zip(rows, rest, strict=True)]
+        if any(each != lengths[0] for each in lengths):
+            _raise_unequal(self.name, [_lengths_text(each) for each in lengths])
+
+    def _connect(self) -> None:
+        store = dist.PrefixStore(self.prefix, self.store)
+        self.gloo = torch_private.make_gloo_group(store, self.rank, self.size, self.timeout)
+
+    def _all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+        self._guarded(lambda: torch_private.all_gather_flat(self.gloo, out, mine))
+
+    def _guarded(self, communicate: Callable[[], None]) -> None:
+        if self.broken:
+            raise RankMissing(self.broken)
+        try:
+            communicate()
+        except RuntimeError as error:
+            # The connections go first: the others, which may be waiting for this rank, then fail now too.
+            if self.gloo is not None:
+                torch_private.abort_group(self.gloo)
+                self.gloo = None
+            self.broken = self._missing_text(error)
+            raise RankMissing(self.broken) from error
+
+    def _missing_text(self, error: Exception) -> str:
+        missing = self._who_is_missing()
+        if missing is None:
+            who = "which one cannot be told (the store of the process group, on rank 0, is gone as well)"
+        elif not missing:
+            who = "which one cannot be told: each of them is alive and has failed in the same way"
+        else:
+            who = f"missing: {_ranks_text(self.name, missing)}"
+        reason = str(error).strip().splitlines()[-1]
+        return (
+            f"a rank of {_group_text(self.name)} did not come to compare what the ranks are about to do; "
+            f"{who}. Timeout of the group: {_seconds_text(self.timeout)}. It has died, raised an error of "
+            "its own (look at its output), or never called the compiled model. Every rank has to call it, "
+            f"equally often. [{type(error).__name__}: {reason}]"
+        )
+
+    def _who_is_missing(self) -> list[int] | None:
+        """The ranks that do not report the same failure, or None if nobody can be asked.
+
+        A rank that waited in vain writes so to the store; whoever has not written shortly after did not wait.
+        """
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        try:
+            self.store.set(f"{self.prefix}/failed/{self.rank}", "1")
+            deadline = time.monotonic() + _REPORT_SECONDS
+            while others and time.monotonic() < deadline:
+                others = [rank for rank in others if not self.store.check([f"{self.prefix}/failed/{rank}"])]
+                time.sleep(0.02)
+        except RuntimeError:  # the store's server lives in the process of rank 0 and goes with it
+            return None
+        return others
+
+
+_controls: dict[str, _Control] = {}
+_controls_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _control(name: str) -> Iterator[_Control]:
+    """The control group of process group ``name``, made at the first check, held by one thread at a time."""
+    main = groups.process_group(name)
+    with _controls_lock:
+        control = _controls.get(name)
+        if control is None or control.main is not main:
+            same_store = control is not None and control.store is torch_private.default_store()
+            generation = control.generation + 1 if control is not None and same_store else 0
+            control = _controls[name] = _Control(name, generation)
+    with control.lock:
+        yield control
+
+
+@lru_cache(maxsize=1024)
+def _identity(key: str) -> int:
+    """A number for ``key`` that is equal in every process, which ``hash`` is not."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _canonical(value: Any) -> Any:
+    """``value`` as JSON that is equal whenever the values are, whatever the order of dicts was."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return [_canonical(each) for each in value]
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return {name: _canonical(value[name]) for name in sorted(value)}
+    raise TypeError(
+        "a payload for check_agreement may hold None, bool, int, float, str, tuples, lists, and dicts "
+        f"with str keys, not {type(value).__name__}: {value!r}"
+    )
+
+
+def _raise_for_payloads(group: str, everyone: list[list[Any]]) -> None:
+    keys = [key for key, _ in everyone]
+    if any(key != keys[0] for key in keys):
+        raise RanksDisagree(
+            f"the ranks of {_group_text(group)} compile different things: {_who_has_what(group, keys)}. "
+            "Call the same compiled model in the same order on every rank."
+        )
+    payloads = [payload for _, payload in everyone]
+    names = list(dict.fromkeys(name for payload in payloads for name in payload))
+    differing = []
+    for name in names:
+        values = [_short(payload[name]) if name in payload else "(absent)" for payload in payloads]
+        whole = [payload.get(name, _ABSENT) for payload in payloads]
+        if any(value != whole[0] for value in whole):
+            differing.append(f"  {name}: {_who_has_what(group, values)}")
+    if differing:
+        raise RanksDisagree(
+            f"the ranks of {_group_text(group)} compiled {keys[0]!r} differently:\n"
+            + "\n".join(differing)
+            + "\n"
+            "Give every rank the same model, options, dtypes and shapes, and the same versions of torch and "
+            "zeco_compile."
+        )
+
+
+_ABSENT = {"absent": True}
+
+
+def _raise_unequal(group: str, texts: list[str]) -> None:
+    raise UnequalShards(
+        f"the ranks of {_group_text(group)} hold slices of different lengths along the sequence: "
+        f"{_who_has_what(group, texts)}. Every rank has to pass the same number of tokens. Pad the "
+        "sequence to a multiple of the number of ranks before it is cut (`zeco_compile.shard_sequence` "
+        "cuts it evenly)."
+    )
+
+
+def _lengths_text(lengths: Sequence[int]) -> str:
+    return str(lengths[0]) if len(lengths) == 1 else str(tuple(lengths))
+
+
+def _short(value: Any, limit: int = 200) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def _who_has_what(group: str, values: Sequence[str]) -> str:
+    """``rank 1: 15; ranks 0, 2: 16``: the values, the rarest first, with the ranks that have them."""
+    holders: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        holders.setdefault(value, []).append(rank)
+    rarest_first = sorted(holders.items(), key=lambda item: (len(item[1]), item[1]))
+    return "; ".join(f"{_ranks_text(group, ranks)}: {value}" for value, ranks in rarest_first)
+
+
+def _ranks_text(group: str, ranks: Sequence[int]) -> str:
+    """``ranks 0, 1 (global ranks 2, 3)``, the bracket only where the two differ."""
+    in_world = groups.global_ranks(group)
+    plural = "s" if len(ranks) > 1 else ""
+    text = f"rank{plural} {', '.join(map(str, ranks))}"
+    if in_world != tuple(range(len(in_world))):
+        text += f" (global rank{plural} {', '.join(str(in_world[rank]) for rank in ranks)})"
+    return text
+
+
+def _group_text(group: str) -> str:
+    return f"the group of global ranks {list(groups.global_ranks(group))}"
+
+
+def _seconds_text(timeout: datetime.timedelta) -> str:
+    return f"{timeout.total_seconds():g} s"
