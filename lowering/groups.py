@@ -76,8 +76,8 @@ def process_group(name: str) -> dist.ProcessGroup:
             "first; to run on one rank afterwards, compile again (`torch._dynamo.reset()`)."
         )
     try:
-        return torch_private.process_group_of_name(name)
-    except RuntimeError as error:
+        return torch_private.resolve_process_group(name)
+    except (RuntimeError, KeyError) as error:
         raise InvalidGroup(
             f"a compiled graph or op asks for process group {name!r}, which this process does not have "
             "(any more). Process groups have to live as long as the models compiled for them; after "
@@ -104,7 +104,7 @@ def global_ranks(name: str) -> tuple[int, ...]:
 
 def group_timeout(name: str) -> datetime.timedelta:
     """How long the user lets an operation of this group take before it has failed."""
-    return torch_private.timeout_of_group(process_group(name))
+    return torch_private.group_timeout(process_group(name))
 
 
 def _initialised() -> bool:

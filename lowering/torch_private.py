@@ -128,3 +128,8 @@ def abort(group: dist.ProcessGroup) -> None:
 def storage_key(tensor: torch.Tensor) -> int:
     """An identity of the tensor's storage, unique while the storage lives."""
     return tensor.untyped_storage()._cdata
+
+
+def is_registered_group(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed made ``group`` and has not destroyed it since."""
+    return group in c10d._world.pg_map
