@@ -7,10 +7,10 @@ With ``debug_dir`` (or ``ZECO_DEBUG``) set, one folder per rank and graph::
                              report.json, report.md
                              error.txt                if the compilation was refused or failed
 
-The same texts go into the structured trace of ``TORCH_TRACE``, where tlparse shows them, and a line on each to
-the logger ``zeco_compile``. Contract: an unusable folder is an error before the first pass; once compiling,
-nothing here raises, since a dump must not end a compilation (a full disk is logged as an error). Each file is
-complete on disk before the next pass starts, so a crash leaves everything up to it.
+The same texts go into the structured trace of ``TORCH_TRACE``, where tlparse shows them, and a line on each
+file to the logger ``zeco_compile.debug``. Contract: an unusable folder is an error before the first pass; once
+compiling, nothing here raises, since a dump must not end a compilation (a full disk is logged as an error).
+Each file is complete on disk before the next pass starts, so a crash leaves everything up to it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import fx
 
 from zeco_compile.errors import DebugFolderUnusable
 from zeco_compile.passes.report import Report
+from zeco_compile.passes.torch_private import is_dynamo_restart
 from zeco_compile.settings import Settings
 from zeco_compile.torch_private import trace_artifact
 
@@ -37,7 +38,7 @@ _OUR_FILES = re.compile(r"\d\d_\w+\.py|report\.json|report\.md|error\.txt")
 
 
 class DebugDump:
-    """Writes what happens to one graph on one rank. Costs nothing where neither a folder nor a trace is asked for.
+    """Writes what happens to one graph on one rank. Prints nothing if neither a folder nor a trace wants it.
 
     Raises `DebugFolderUnusable` on construction if the folder cannot be made or written to. Files that an
     earlier run left for the same rank and graph are removed, so that a folder never mixes two runs.
@@ -68,19 +69,20 @@ class DebugDump:
         """Around all passes over `gm`: keeps the report at the end, whether they succeed or raise.
 
         When they raise, the half-changed graph (``NN_when_it_failed.py``) and the error's text and traceback
-        (``error.txt``) are kept as well, and the exception goes on.
+        (``error.txt``) are kept as well, and the exception goes on. A request to Dynamo to trace again is no
+        failure, and leaves only the graphs.
         """
         try:
             yield
         except BaseException as error:
-            text = str(error)
-            report.error = text or type(error).__name__
-            frames = "".join(traceback.format_exception(error))
-            self.graph("when_it_failed", gm)
-            self._keep("error.txt", "string", lambda: f"{type(error).__name__}: {text}\n\n{frames}")
+            if not is_dynamo_restart(error):
+                report.error = f"{type(error).__name__}: {error}".rstrip()
+                text = f"{report.error}\n\n{''.join(traceback.format_exception(error))}"
+                self.graph("when_it_failed", gm)
+                self._keep("error.txt", "string", lambda: text)
+                self.report(report)
             raise
-        finally:
-            self.report(report)
+        self.report(report)
 
     def _readable(self, name: str, gm: fx.GraphModule) -> str:
         code = gm.print_readable(print_output=False, include_stride=True, include_device=True)

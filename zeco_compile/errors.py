@@ -13,6 +13,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from zeco_compile.kernels.errors import InvalidShapes, ZecoError
+from zeco_compile.lowering.agreement import RankMissing
+from zeco_compile.lowering.errors import (
+    CommunicatorUnavailable,
+    GroupNotFound,
+    InvalidSchedule,
+    NeighbourLost,
+    RanksDisagree,
+    TransferNotFound,
+    UnequalShards,
+)
 from zeco_compile.lowering.groups import InvalidGroup
 from zeco_compile.passes.errors import (
     AmbiguousSequence,
@@ -27,16 +37,24 @@ from zeco_compile.passes.errors import (
 
 __all__ = [
     "AmbiguousSequence",
+    "CommunicatorUnavailable",
     "CompileError",
     "DebugFolderUnusable",
     "GraphBreak",
+    "GroupNotFound",
     "InternalError",
     "InvalidGroup",
     "InvalidOption",
+    "InvalidSchedule",
     "InvalidShapes",
     "LengthInValue",
+    "NeighbourLost",
+    "RankMissing",
+    "RanksDisagree",
     "RecognitionRefused",
     "SequenceInputError",
+    "TransferNotFound",
+    "UnequalShards",
     "UnsupportedOp",
     "ZecoError",
 ]
