@@ -7,7 +7,7 @@ tests/lowering/test_torch_private.py. Tried with torch 2.11 and 2.13.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
     """The process group of that name. Raises RuntimeError (or a subclass, or KeyError) when there is none."""
-    return c10d._resolve_process_group(name)
+    return c10d._resolve_process_group(cast(Any, name))
 
 
 def default_store() -> dist.Store:
@@ -43,9 +43,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return max(found) if found else dist.default_pg_timeout  # type: ignore[attr-defined]
 
 
-def make_gloo_group(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta
-) -> dist.ProcessGroup:
+def make_gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
     """A gloo group that c10d's global tables do not know, over ``store`` (give it a prefix of its own).
 
     Not ``dist.new_group(use_local_synchronization=True)``: that derives the new group's name from the number
@@ -57,7 +55,12 @@ def make_gloo_group(
 
 
 def make_nccl_group(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta, global_ranks: tuple[int, ...], name: str
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    global_ranks: tuple[int, ...],
+    name: str,
 ) -> dist.ProcessGroup:
     """The same for NCCL, with high-priority streams.
 
@@ -67,7 +70,7 @@ def make_nccl_group(
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     options.global_ranks_in_group = list(global_ranks)
-    options.group_name = name
+    options.group_name = cast(Any, name)
     backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
     return _wrap(store, rank, world_size, backend, dist.ProcessGroup.BackendType.NCCL, "cuda")
 

@@ -1,0 +1,629 @@
+"""A communicator of our own for each process group that a compiled graph names.
+
+A graph refers to the user's group by name. The first op that needs it makes, on every rank of the group, a
+second group with the same ranks for our transfers only, so that they cannot interleave with the user's
+collectives. Nothing is made at import or at compile time: a warm cache may skip both.
+
+Two wires:
+
+gloo (tensors on the CPU)
+    One worker thread a communicator runs its jobs first in, first out, so that a scan moves on while the
+    caller computes. All ranks submit in the same order, as for any collective.
+NCCL (tensors on CUDA)
+    A job is enqueued at once on a high-priority side stream; waiting for it makes the current stream wait.
+
+CUDA tensors of a group whose CUDA backend is gloo are staged through the CPU (:meth:`Communicator.to_wire`).
+
+Ranks are ranks of the group everywhere; ``global_ranks`` maps them to ranks of the world.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from zeco_compile.lowering import op_log, torch_private, volume
+from zeco_compile.lowering.errors import CommunicatorUnavailable, GroupNotFound, NeighbourLost
+
+T = TypeVar("T")
+Peer = tuple[int, torch.Tensor]
+"""(rank at the other end, contiguous tensor)"""
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who is in a group. ``global_ranks[p]`` is the world rank of group rank p."""
+
+    rank: int
+    world_size: int
+    global_ranks: tuple[int, ...]
+
+
+def members(group: str) -> Members:
+    """This process's place in the group of that name; ``""`` is one rank alone. Makes nothing.
+
+    Raises GroupNotFound when there is no such group, or this process is not in it.
+    """
+    if group == "":
+        return Members(0, 1, (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,))
+    parent = _parent(group)
+    return Members(parent.rank(), parent.size(), tuple(dist.get_process_group_ranks(parent)))
+
+
+def communicator_for(group: str, device: torch.device) -> Communicator:
+    """The data communicator of the group for tensors on ``device``; made on first use.
+
+    The first use must come on every rank of the group (it connects them). Raises GroupNotFound,
+    CommunicatorUnavailable.
+    """
+    wire = "gloo"
+    if device.type == "cuda":
+        wire = torch_private.backend_names(_parent(group)).get("cuda", "gloo")
+        if wire not in ("gloo", "nccl"):
+            raise CommunicatorUnavailable(
+                f"The process group {group!r} uses the backend {wire!r} for CUDA tensors, and the All-Scan "
+                "runs over NCCL or gloo only. Make the group with backend='nccl', or pass another group "
+                "in torch.compile's options."
+            )
+    elif device.type != "cpu":
+        raise CommunicatorUnavailable(
+            f"The All-Scan runs on CPU and CUDA tensors, and got one on {device}. Move the model there."
+        )
+    return _registry.get(group, wire, "data", device)
+
+
+def control_communicator(group: str) -> Communicator:
+    """A gloo communicator of the group for small agreements on the CPU, apart from the data's; made lazily.
+
+    For groups on NCCL too. The first use must come on every rank of the group.
+    """
+    return _registry.get(group, "gloo", "control", torch.device("cpu"))
+
+
+def close_all() -> None:
+    """Stop the workers and drop every communicator. In-flight jobs fail. Runs at exit too."""
+    _registry.close_all()
+
+
+def _parent(group: str) -> dist.ProcessGroup:
+    try:
+        found = torch_private.resolve_process_group(group)
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise GroupNotFound(
+            f"There is no process group named {group!r} in this process. It was there when the graph was "
+            "compiled: do not destroy it while compiled models that use it live, and compile again after "
+            f"init_process_group was called anew. PyTorch said: {_first_line(error)}"
+        ) from error
+    if found.rank() < 0:
+        raise GroupNotFound(
+            f"This process is not a member of the process group {group!r}. Call the compiled model on its "
+            "members only."
+        )
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+class Job(Generic[T]):
+    """A piece of communication under way. ``wait`` returns its result or raises what it raised."""
+
+    def done(self) -> bool:
+        """Whether ``wait`` would not block (the host: a CUDA job is always done in that sense)."""
+        raise NotImplementedError
+
+    def wait(self) -> T:
+        """The result. May be called more than once."""
+        raise NotImplementedError
+
+
+class _WorkerJob(Job[T]):
+    def __init__(self, run: Callable[[], T]) -> None:
+        self._run: Callable[[], T] | None = run
+        self._finished = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def execute(self) -> None:
+        try:
+            assert self._run is not None
+            self._result = self._run()
+        except BaseException as error:  # handed to whoever waits; the worker itself must live on
+            self._error = error
+        finally:
+            self._run = None  # lets go of the tensors that the job read
+            self._finished.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._run = None
+        self._error = error
+        self._finished.set()
+
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def wait(self) -> T:
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class _StreamJob(Job[T]):
+    """Work enqueued on a side stream. ``keep`` are tensors that it reads: freed when the job goes."""
+
+    def __init__(self, result: T, event: torch.cuda.Event, keep: Sequence[torch.Tensor]) -> None:
+        self._result = result
+        self._event = event
+        self._keep = tuple(keep)
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> T:
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._event)
+        for tensor in _tensors(self._result):
+            # made on the side stream, used from here on by this one: the allocator has to know
+            tensor.record_stream(stream)
+        self._keep = ()
+        return self._result
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+class Transfer:
+    """Sends and receives that were posted together."""
+
+    def __init__(self, link: Link, receives: list[tuple[int, Any]]) -> None:
+        self._link = link
+        self._receives = receives
+
+    def wait(self) -> None:
+        """Until what was to be received is there (NCCL: for the current stream, and sends count too)."""
+        self._link._finish(self._receives, "receiving from")
+
+
+class Link:
+    """The transfers of one job: point-to-point and collectives among the ranks of the group.
+
+    With ``reverse`` the ranks are counted from the end, so that an algorithm written for the forward
+    direction runs backwards. Tensors must be contiguous and on the wire's device; any dtype.
+    Every transfer counts its bytes under the job's label and raises NeighbourLost.
+    """
+
+    def __init__(self, communicator: Communicator, label: str, operation: str, reverse: bool) -> None:
+        self._communicator = communicator
+        self._label = label
+        self._operation = operation
+        self._reverse = reverse
+        self._sends: list[tuple[int, Any]] = []
+        self._open: list[list[tuple[int, Any]]] = [self._sends]
+        self.world_size = communicator.world_size
+        self.rank = self._mapped(communicator.rank)
+
+    def _mapped(self, rank: int) -> int:
+        return self.world_size - 1 - rank if self._reverse else rank
+
+    def _wire_rank(self, peer: int) -> int:
+        return self._communicator.wire_rank(self._mapped(peer))
+
+    def post(self, sends: Sequence[Peer] = (), receives: Sequence[Peer] = ()) -> Transfer:
+        """Start sends and receives together. Call ``wait`` on the result before reading what came.
+
+        Sent tensors must stay unchanged until :meth:`flush`. Between two ranks, tensors arrive in the order
+        in which they were sent.
+        """
+        communicator = self._communicator
+        for peer, tensor in sends:
+            self._check(peer, tensor)
+            volume.count(self._label, tensor.nbytes)
+            communicator.bytes_sent += tensor.nbytes
+        for peer, tensor in receives:
+            self._check(peer, tensor)
+        if communicator.wire == "nccl":
+            return self._post_coalesced(sends, receives)
+        # a tag for each direction, so that a forward and a reverse scan cannot take each other's blocks
+        tag = int(self._reverse)
+        incoming: list[tuple[int, Any]] = []
+        self._open.append(incoming)
+        for peer, tensor in receives:
+            incoming.append((peer, self._launch(torch_private.receive, tensor, peer, tag, "receiving from")))
+        for peer, tensor in sends:
+            self._sends.append((peer, self._launch(torch_private.send, tensor, peer, tag, "sending to")))
+        return Transfer(self, incoming)
+
+    def _launch(self, start: Callable, tensor: torch.Tensor, peer: int, tag: int, direction: str) -> Any:
+        try:
+            return start(self._communicator.pg, _bytes(tensor), self._wire_rank(peer), tag)
+        except NeighbourLost:
+            raise
+        except RuntimeError as error:
+            cause = _first_line(error)
+        raise self._lost(direction, peer, cause)
+
+    def _post_coalesced(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Transfer:
+        peers = [*receives, *sends]
+        if not peers:
+            return Transfer(self, [])
+        group = self._communicator.pg
+        device = peers[0][1].device
+        torch_private.start_coalescing(group, device)
+        for peer, tensor in receives:
+            torch_private.receive(group, _bytes(tensor), self._wire_rank(peer), 0)
+        for peer, tensor in sends:
+            torch_private.send(group, _bytes(tensor), self._wire_rank(peer), 0)
+        work = torch_private.end_coalescing(group, device)
+        return Transfer(self, [(peers[0][0], work)])
+
+    def _check(self, peer: int, tensor: torch.Tensor) -> None:
+        if not 0 <= peer < self.world_size or peer == self.rank:
+            raise ValueError(f"rank {peer} is no peer of rank {self.rank} in a group of {self.world_size}")
+        if not tensor.is_contiguous():
+            raise ValueError("only contiguous tensors can be sent; call .contiguous() first")
+
+    def flush(self) -> None:
+        """Until everything that was sent has left (NCCL: nothing to do, ``Transfer.wait`` covers sends)."""
+        self._finish(self._sends, "sending to")
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce in place over the ranks, equal everywhere; ``op`` is "sum" or "max". Returns ``tensor``."""
+        # a ring sends each element about twice
+        self._collective_bytes(2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
+        reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+        return self._collective(torch_private.all_reduce, tensor, reduce_op)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[world_size, *tensor.shape], in the order of the link's ranks."""
+        self._collective_bytes(tensor.nbytes * (self.world_size - 1))
+        output = tensor.new_empty((self.world_size, *tensor.shape))
+        self._collective(_gather_bytes, output, tensor)
+        order = [self._wire_rank(peer) for peer in range(self.world_size)]
+        return output if order == sorted(order) else output[order]
+
+    def broadcast(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
+        """The owner's tensor, in place on the other ranks. Returns ``tensor``."""
+        if self.rank == owner:
+            self._collective_bytes(tensor.nbytes * (self.world_size - 1))
+        return self._collective(_broadcast_bytes, tensor, self._wire_rank(owner))
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks of ``tensor[p]``, on rank p; ``tensor`` is [world_size, ...].
+
+        Added up in the order of the ranks, so the same on every wire.
+        """
+        mine = self.rank
+        if self.world_size == 1:
+            return tensor[0].clone()
+        others = [peer for peer in range(self.world_size) if peer != mine]
+        parts = {peer: torch.empty_like(tensor[mine]) for peer in others}
+        transfer = self.post(
+            [(peer, tensor[peer].contiguous()) for peer in others], [(peer, parts[peer]) for peer in others]
+        )
+        transfer.wait()
+        self.flush()
+        parts[mine] = tensor[mine]
+        total = parts[0].clone()
+        for peer in range(1, self.world_size):
+            total += parts[peer]
+        return total
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, in the order of the ranks, whatever their lengths (gloo only)."""
+        lengths = self.all_gather(torch.tensor([len(payload)], dtype=torch.int64)).flatten().tolist()
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        if payload:
+            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        rows = self.all_gather(padded)
+        return [bytes(rows[peer, :length].tolist()) for peer, length in enumerate(lengths)]
+
+    def _collective_bytes(self, amount: int) -> None:
+        volume.count(self._label, amount)
+        self._communicator.bytes_sent += amount
+
+    def _collective(self, start: Callable, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        try:
+            pending = [(None, start(self._communicator.pg, tensor, *args))]
+        except NeighbourLost:
+            raise
+        except RuntimeError as error:
+            cause = _first_line(error)
+        else:
+            self._finish(pending, "exchanging with")
+            return tensor
+        raise self._lost("exchanging with", None, cause)
+
+    def _finish(self, pending: list, direction: str) -> None:
+        """Wait for the (peer, work) pairs in turn, emptying the list."""
+        while pending:
+            peer, work = pending.pop(0)
+            try:
+                if self._communicator.wire == "nccl":
+                    work.wait()  # for the current stream; the host goes on
+                else:
+                    work.wait(self._communicator.timeout)
+                continue
+            except RuntimeError as error:
+                cause = _first_line(error)
+            # A work holds on to the connection, which has to close for the next rank to notice. The
+            # traceback keeps the frames alive, so they must not keep the works.
+            del work
+            pending.clear()
+            raise self._lost(direction, peer, cause)
+
+    def _lost(self, direction: str, peer: int | None, cause: str) -> NeighbourLost:
+        communicator = self._communicator
+        for works in self._open:
+            works.clear()
+        neighbour = None if peer is None else self._mapped(peer)
+        error = NeighbourLost(
+            self._operation,
+            rank=communicator.rank,
+            direction=direction,
+            neighbour=neighbour,
+            neighbour_global=None if neighbour is None else communicator.global_ranks[neighbour],
+            cause=cause,
+        )
+        communicator.fail(error)
+        return error
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes: a transport then needs to know no dtypes."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _gather_bytes(group: Any, output: torch.Tensor, tensor: torch.Tensor) -> Any:
+    return torch_private.all_gather(group, _bytes(output), _bytes(tensor))
+
+
+def _broadcast_bytes(group: Any, tensor: torch.Tensor, owner: int) -> Any:
+    return torch_private.broadcast(group, _bytes(tensor), owner)
+
+
+class Communicator:
+    """Transfers among the ranks of one group, over one wire. Get one from :func:`communicator_for`.
+
+    ``group`` the user's group's name; ``rank``, ``world_size``, ``global_ranks`` as in :class:`Members`;
+    ``wire`` "gloo" or "nccl"; ``timeout`` the user's group's; ``bytes_sent`` so far.
+    """
+
+    def __init__(
+        self, group: str, wire: str, purpose: str, device: torch.device, parent: dist.ProcessGroup, count: int
+    ) -> None:
+        self.group = group
+        self.wire = wire
+        self.purpose = purpose
+        self.rank = parent.rank()
+        self.world_size = parent.size()
+        self.global_ranks = tuple(dist.get_process_group_ranks(parent))
+        self.timeout: timedelta = torch_private.group_timeout(parent)
+        self.bytes_sent = 0
+        self.device = torch.device("cpu") if wire == "gloo" else device
+        self._jobs_made = 0
+        self._error: NeighbourLost | None = None
+        self._queue: queue.SimpleQueue[_WorkerJob | None] | None = None
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._lock = threading.Lock()
+        self._pg: dist.ProcessGroup | None = self._connect(count)
+
+    def _connect(self, count: int) -> dist.ProcessGroup:
+        # the count keeps a group that is destroyed and made again under the same name from meeting old keys
+        name = f"zeco_compile/{self.group}/{self.wire}/{self.purpose}/{count}"
+        try:
+            store = dist.PrefixStore(name, torch_private.default_store())
+            if self.wire == "gloo":
+                return torch_private.make_gloo_group(store, self.rank, self.world_size, self.timeout)
+            group = torch_private.make_nccl_group(
+                store, self.rank, self.world_size, self.timeout, self.global_ranks, name
+            )
+            # NCCL connects at the first collective, in which every rank must take part
+            probe = torch.zeros(1, device=self.device)
+            torch_private.all_reduce(group, probe, dist.ReduceOp.SUM).wait()
+            return group
+        except RuntimeError as error:
+            raise CommunicatorUnavailable(
+                f"Could not connect the {self.world_size} ranks {list(self.global_ranks)} of the process "
+                f"group {self.group!r} over {self.wire} (this is group rank {self.rank}). Every rank of the "
+                "group has to call the compiled model; one of them probably ended, or never got here within "
+                f"the group's timeout of {self.timeout.total_seconds():g} s. "
+                f"PyTorch said: {_first_line(error)}"
+            ) from error
+
+    @property
+    def pg(self) -> dist.ProcessGroup:
+        """Our own process group; c10d's functions that take a group do not know it. Raises NeighbourLost."""
+        if self._pg is None:
+            raise self._again()
+        return self._pg
+
+    def wire_rank(self, rank: int) -> int:
+        """The rank in :attr:`pg` of a rank of the group: they are the same."""
+        return rank
+
+    def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous tensor on the wire's device, never the same object's memory as a CPU input."""
+        tensor = tensor.detach()
+        if self.wire == "nccl":
+            return tensor.contiguous()
+        return tensor.to(self.device, copy=True, memory_format=torch.contiguous_format)
+
+    def from_wire(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """What came over the wire, on the device where the caller wants it."""
+        return tensor if tensor.device == device else tensor.to(device)
+
+    def submit(
+        self,
+        label: str,
+        work: Callable[[Link], T],
+        *,
+        reverse: bool = False,
+        reads: Sequence[torch.Tensor] = (),
+    ) -> Job[T]:
+        """Start ``work(link)`` without waiting for it.
+
+        On gloo it runs in the worker thread, after the jobs before it. On NCCL it runs now, in this thread,
+        on the side stream: it may only enqueue; ``reads`` are the tensors of the current stream it uses.
+        ``label`` says in errors and in the byte counters what this is. Raises NeighbourLost if this
+        communicator lost a neighbour before.
+        """
+        link = self._link(label, reverse)
+        if self.wire == "nccl":
+            return self._enqueue(link, work, reads)
+
+        def run() -> T:
+            try:
+                with torch.no_grad():
+                    result = work(link)
+                    link.flush()
+                op_log.record(f"{label} done")
+                return result
+            finally:
+                link._sends.clear()
+
+        job: _WorkerJob[T] = _WorkerJob(run)
+        with self._lock:
+            if self._error is not None:
+                raise self._again()
+            if self._queue is None:
+                self._queue = queue.SimpleQueue()
+                threading.Thread(
+                    target=_work, args=(self._queue,), name=f"zeco {self.purpose} {self.group}", daemon=True
+                ).start()
+            self._queue.put(job)
+        return job
+
+    def run(self, label: str, work: Callable[[Link], T], *, reverse: bool = False) -> T:
+        """``work(link)``, and wait for it (on NCCL: enqueued on the current stream).
+
+        In order with submitted jobs, so on gloo after those in flight.
+        """
+        if self.wire == "nccl":
+            with torch.no_grad():
+                return work(self._link(label, reverse))
+        return self.submit(label, work, reverse=reverse).wait()
+
+    def fail(self, error: NeighbourLost) -> None:
+        """A neighbour is lost: refuse all that comes, and close the connections so that the others notice."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            self._pg = None
+
+    def close(self) -> None:
+        """Stop the worker and let go of the process group."""
+        with self._lock:
+            if self._queue is not None:
+                self._queue.put(None)
+                self._queue = None
+            group, self._pg = self._pg, None
+            if self._error is None:
+                self._error = NeighbourLost(
+                    f"a communicator of the group {self.group!r} that was closed",
+                    rank=self.rank,
+                    direction="exchanging with",
+                    neighbour=None,
+                    neighbour_global=None,
+                    cause="closed by this process",
+                )
+        if group is not None and self.wire == "nccl":
+            torch_private.abort(group)
+
+    def _again(self) -> NeighbourLost:
+        assert self._error is not None
+        first = self._error
+        return NeighbourLost(
+            first.operation,
+            rank=first.rank,
+            direction=first.direction,
+            neighbour=first.neighbour,
+            neighbour_global=first.neighbour_global,
+            cause=first.cause,
+        )
+
+    def _link(self, label: str, reverse: bool) -> Link:
+        with self._lock:
+            number, self._jobs_made = self._jobs_made, self._jobs_made + 1
+        operation = f"{label} (transfer number {number} of process group {self.group!r} over {self.wire})"
+        return Link(self, label, operation, reverse)
+
+    def _enqueue(self, link: Link, work: Callable[[Link], T], reads: Sequence[torch.Tensor]) -> Job[T]:
+        index = torch.cuda.current_device()
+        side = self._streams.get(index)
+        if side is None:
+            side = self._streams[index] = torch.cuda.Stream(priority=-1)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), torch.no_grad():
+            result = work(link)
+            event = torch.cuda.Event()
+            event.record(side)
+        for tensor in reads:
+            # if the job is dropped without a wait, the memory still must not be reused before side is through
+            tensor.record_stream(side)
+        return _StreamJob(result, event, reads)
+
+
+def _work(jobs: queue.SimpleQueue[_WorkerJob | None]) -> None:
+    """The worker thread: holds no communicator, so that a dropped one can go."""
+    while True:
+        job = jobs.get()
+        if job is None:
+            return
+        job.execute()
+        del job
+
+
+class _Registry:
+    """Communicators by group, wire and purpose. An entry serves while the user's group is the same one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[tuple[str, str, str, int], tuple[dist.ProcessGroup, Communicator]] = {}
+        self._made: dict[tuple[str, str, str], int] = {}
+        self._at_exit = False
+
+    def get(self, group: str, wire: str, purpose: str, device: torch.device) -> Communicator:
+        parent = _parent(group)
+        index = 0
+        if device.type == "cuda" and wire == "nccl":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            device = torch.device("cuda", index)
+        key = (group, wire, purpose, index)
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and entry[0] is parent:
+                return entry[1]
+            if entry is not None:
+                entry[1].close()
+                del self._entries[key]
+            count = self._made.get(key[:3], 0)
+            self._made[key[:3]] = count + 1
+            made = Communicator(group, wire, purpose, device, parent, count)
+            self._entries[key] = (parent, made)
+            if not self._at_exit:
+                atexit.register(self.close_all)
+                self._at_exit = True
+            return made
+
+    def close_all(self) -> None:
+        with self._lock:
+            entries, self._entries = self._entries, {}
+        for _, communicator in entries.values():
+            communicator.close()
+
+
+_registry = _Registry()
