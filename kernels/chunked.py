@@ -1,7 +1,8 @@
-"""Gated linear attention in chunks, on one device: the parts that a sequence split over ranks is put together from.
+"""Gated linear attention in chunks, on one device: the parts that a sequence split over ranks is made of.
 
-With S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T and o_t = scale * S_t^T q_t, a rank that holds T tokens needs of the
-others only the state before its first token, and in the backward the gradient of the state after its last:
+With S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T and o_t = scale * S_t^T q_t, a rank that holds T tokens needs
+of the others only the state before its first token, and in the backward the gradient of the state after
+its last:
 
     forward    state, log_decay = rank_state(k, v, g)       S_out = exp(log_decay) S_in + state
                o = diagonal(q, k, v, g, scale)              what the rank alone gives, from a zero state
@@ -10,16 +11,17 @@ others only the state before its first token, and in the backward the gradient o
                d.. = diagonal_backward(q, k, v, g, do, scale)
                d.. = combine_backward(*d.., q, k, v, g, do, scale, S_in, dS_out)
 
-Layout: q, k [B, T, H, K]; v, o, do [B, T, H, V]; g None (no decay), [B, T, H] (a log gate per head and token) or
-[B, T, H, K] (per channel); states [B, H, K, V]. Any strides, any T, H, K, V >= 1. Inputs are of any floating
-dtype; states, sums and what is handed from one part to the next are float64 where an input is float64, else
-float32. Results are fresh contiguous tensors. Log gates are normally <= 0; positive ones are right too while
-nothing overflows. A gate of -1e4 or less (so -1e38 and -inf too) is a hard reset: what lies before it and what
-lies after it are computed as two separate sequences, forward and backward, and its own gradient is 0.
+Layout: q, k [B, T, H, K]; v, o, do [B, T, H, V]; g None (no decay), [B, T, H] (a log gate per head and
+token) or [B, T, H, K] (per channel); states [B, H, K, V]. Any strides, any T, H, K, V >= 1. Inputs are of any
+floating dtype; states, sums and what is handed from one part to the next are float64 where an input is
+float64, else float32. Results are fresh contiguous tensors. Log gates are normally <= 0; positive ones are
+right too while nothing overflows. A gate of -1e4 or less (so -1e38 and -inf too) is a hard reset: what lies
+before it and what lies after it are computed as two separate sequences, forward and backward, and its own
+gradient is 0.
 
 The gradients are written by hand: call these functions below autograd. Nothing here waits for the device or
-branches on data. Gates enter only as in ``pairs.py``; gradients of gates are sums over what spans the gate, so
-they are as accurate as the other gradients, whatever the dtype (which is rounded to once, at the end).
+branches on data. Gates enter only as in ``pairs.py``; gradients of gates are sums over what spans the gate,
+so they are as accurate as the other gradients, whatever the dtype (which is rounded to once, at the end).
 
 The equations are those of ZeCO (global and local state, All-Scan) and of GLA (chunked form).
 """
@@ -30,9 +32,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
 from zeco_compile.kernels.chunks import (
     Chunking,
+    RunningSum,
+    decay_of,
     finite_log_gate,
     sum_after,
     sum_before,
@@ -60,22 +63,19 @@ def rank_state(k: Tensor, v: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
         k, v, g: see the module.
 
     Returns:
-        state [B, H, K, V], log_decay [B, H, K], or [B, H, 1] for a gate per head and (zeros) for none; both in
-        the state dtype. log_decay is finite: hard resets count as -1e4, whose exponential is 0.
+        state [B, H, K, V], log_decay [B, H, K], or [B, H, 1] for a gate per head and (zeros) for none; both
+        in the state dtype. log_decay is finite: hard resets count as -1e4, whose exponential is 0.
 
     Raises:
         InvalidShapes: sizes or dtypes that do not fit each other.
     """
     sizes = check_sizes(None, k, v, g)
     dtype = state_dtype(k, v, g)
-    k = k.to(dtype)
     if g is None:
-        log_decay = k.new_zeros((sizes.batch, sizes.heads, 1))
+        log_decay = k.new_zeros((sizes.batch, sizes.heads, 1), dtype=dtype)
     else:
-        gate = finite_log_gate(g, dtype)
-        log_decay = gate.sum(1)
-        k = k * sum_after(gate, 1).exp_()
-    return _outer(k, v.to(dtype)), log_decay
+        log_decay = finite_log_gate(g, dtype).sum(1)
+    return _outer(_until_end(k, g, sizes, dtype), v.to(dtype)), log_decay
 
 
 def diagonal(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float) -> Tensor:
@@ -86,14 +86,14 @@ def diagonal(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float) ->
     """
     sizes = check_sizes(q, k, v, g)
     dtype = state_dtype(q, k, v, g)
-    cut = Chunking.of(sizes)
+    cut = Chunking.of(sizes, q.device)
     qc, kc, vc, gc = _chunked(cut, dtype, q, k, v, g)
     qc *= scale
     states = _states_before(cut, kc, vc, gc)
     o = torch.empty_like(vc)
     for rows in cut.slices(max(sizes.key, sizes.value), q.device):
         gate = None if gc is None else gc[rows]
-        query = qc[rows] if gate is None else qc[rows] * sum_to(gate, 1).exp_()
+        query = qc[rows] if gate is None else qc[rows] * decay_of(sum_to(gate, 1))
         torch.bmm(pairs(qc[rows], kc[rows], gate), vc[rows], out=o[rows])
         o[rows].baddbmm_(query, states[rows])
     return cut.join(o)
@@ -121,7 +121,7 @@ def combine(
     sizes = check_sizes(q, None, o, g)
     check_state("state_in", state_in, sizes)
     dtype = state_dtype(o, q, g, state_in)
-    query = _since_start(q, g, dtype).mul_(scale)
+    query = _since_start(q, g, sizes, dtype).mul_(scale)
     added = torch.matmul(query.transpose(1, 2), state_in.to(dtype)).transpose(1, 2)
     return _fresh_sum(o, added, q.dtype if out_dtype is None else out_dtype)
 
@@ -134,9 +134,9 @@ def rank_dstate(q: Tensor, g: Tensor | None, do: Tensor, scale: float) -> Tensor
     Raises:
         InvalidShapes: sizes or dtypes that do not fit each other.
     """
-    check_sizes(q, None, do, g)
+    sizes = check_sizes(q, None, do, g)
     dtype = state_dtype(q, g, do)
-    return _outer(_since_start(q, g, dtype).mul_(scale), do.to(dtype))
+    return _outer(_since_start(q, g, sizes, dtype).mul_(scale), do.to(dtype))
 
 
 def diagonal_backward(
@@ -157,7 +157,7 @@ def diagonal_backward(
     sizes = check_sizes(q, k, v, g)
     _check_do(do, v)
     dtype = state_dtype(q, k, v, g, do)
-    cut = Chunking.of(sizes)
+    cut = Chunking.of(sizes, q.device)
     qc, kc, vc, gc = _chunked(cut, dtype, q, k, v, g)
     qc *= scale
     doc = cut.split(do, dtype)
@@ -190,14 +190,14 @@ def combine_backward(
     state_in: Tensor | None,
     dstate_out: Tensor | None,
 ) -> Gradients:
-    """The whole gradients: those of ``diagonal_backward`` and what goes through the two states at the rank's ends.
+    """The whole gradients: those of ``diagonal_backward`` and what goes through the states at both ends.
 
     Args:
         dq, dk, dv, dg: from ``diagonal_backward``.
         q, k, v, g, do, scale: as given to it.
         state_in: [B, H, K, V], the state before the first token; None is zero.
-        dstate_out: [B, H, K, V], the gradient of the state after the last token, from all that uses it; None is
-            zero.
+        dstate_out: [B, H, K, V], the gradient of the state after the last token, from all that uses it; None
+            is zero.
 
     Returns:
         dq, dk, dv, dg in the dtypes of q, k, v, g. The gradient of state_in itself is
@@ -214,27 +214,27 @@ def combine_backward(
     dtype = state_dtype(q, k, v, g, do, state_in, dstate_out)
     state = None if state_in is None else state_in.to(dtype)
     dstate = None if dstate_out is None else dstate_out.to(dtype)
-    gate = None if g is None else finite_log_gate(g, dtype)
-    # What spans gate t: outputs from t on that read state_in, keys before t that reach the state after the last
-    # token, and the one state's way to the other. In this dtype, [B, T, H, channels of the gate].
+    cut = Chunking.of(sizes, q.device)
+    # What spans gate t: outputs from t on that read state_in, keys before t that reach the state after the
+    # last token, and the one state's way to the other. In this dtype, [B, T, H, channels of the gate].
     spans: list[Tensor] = []
     dq_state = dk_state = dv_state = None
     if state is not None:
         dq_state = torch.matmul(do.to(dtype).transpose(1, 2), state.mT).transpose(1, 2) * scale
-        if gate is not None:
-            dq_state = dq_state * sum_to(gate, 1).exp_()
-            spans.append(sum_from(_per_gate(dq_state * q, sizes), 1))
+        if g is not None:
+            dq_state = dq_state * _decay(g, sum_to, sizes, dtype)
+            spans.append(cut.running_sum(_per_gate(dq_state * q, sizes), sum_from))
     if dstate is not None:
         dk_state = torch.matmul(v.to(dtype).transpose(1, 2), dstate.mT).transpose(1, 2)
         key = k.to(dtype)
-        if gate is not None:
-            until = sum_after(gate, 1).exp_()
+        if g is not None:
+            until = _decay(g, sum_after, sizes, dtype)
             key, dk_state = key * until, dk_state * until
-            spans.append(sum_before(_per_gate(dk_state * k, sizes), 1))
+            spans.append(cut.running_sum(_per_gate(dk_state * k, sizes), sum_before))
         dv_state = torch.matmul(key.transpose(1, 2), dstate).transpose(1, 2)
-    if state is not None and dstate is not None and gate is not None:
+    if state is not None and dstate is not None and g is not None:
         through = _per_gate((state * dstate).sum(-1), sizes)
-        spans.append((gate.sum(1).exp_() * through).unsqueeze(1))
+        spans.append((decay_of(finite_log_gate(g, dtype).sum(1)) * through).unsqueeze(1))
     dgate = None
     if g is not None and dg is not None:
         dgate = _fresh_sum(dg, _like_gate(sum(spans[1:], spans[0]), g) if spans else None, g.dtype)
@@ -290,11 +290,19 @@ def _outer(k: Tensor, v: Tensor) -> Tensor:
     return torch.matmul(k.permute(0, 2, 3, 1), v.transpose(1, 2))
 
 
-def _since_start(q: Tensor, g: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _decay(g: Tensor, kind: RunningSum, sizes: Sizes, dtype: torch.dtype) -> Tensor:
+    """exp of the running sum of g over the whole sequence: [B, T, H, 1 or K]."""
+    return decay_of(Chunking.of(sizes, g.device).running_sum(finite_log_gate(g, dtype), kind))
+
+
+def _since_start(q: Tensor, g: Tensor | None, sizes: Sizes, dtype: torch.dtype) -> Tensor:
     """q times the decay from the first token to its own, its own included; fresh."""
-    if g is None:
-        return q.to(dtype, copy=True)
-    return sum_to(finite_log_gate(g, dtype), 1).exp_() * q
+    return q.to(dtype, copy=True) if g is None else _decay(g, sum_to, sizes, dtype) * q
+
+
+def _until_end(k: Tensor, g: Tensor | None, sizes: Sizes, dtype: torch.dtype) -> Tensor:
+    """k times the decay after its own token to the last."""
+    return k.to(dtype) if g is None else _decay(g, sum_after, sizes, dtype) * k
 
 
 def _chunked(
@@ -306,32 +314,32 @@ def _chunked(
 
 def _total_decay(gate: Tensor | None) -> Tensor | None:
     """exp of each chunk's sum, [rows, K or 1, 1]."""
-    return None if gate is None else gate.sum(1).exp_().unsqueeze(-1)
+    return None if gate is None else decay_of(gate.sum(1)).unsqueeze(-1)
 
 
 def _states_before(cut: Chunking, k: Tensor, v: Tensor, gate: Tensor | None) -> Tensor:
     """The state before each chunk, [rows, K, V], from a zero state."""
-    key = k if gate is None else k * sum_after(gate, 1).exp_()
+    key = k if gate is None else k * decay_of(sum_after(gate, 1))
     return cut.scan(key.mT @ v, _total_decay(gate))
 
 
 def _dstates_after(cut: Chunking, q: Tensor, do: Tensor, gate: Tensor | None) -> Tensor:
     """The gradient of the state after each chunk, [rows, K, V], from later chunks; q holds the scale."""
-    query = q if gate is None else q * sum_to(gate, 1).exp_()
+    query = q if gate is None else q * decay_of(sum_to(gate, 1))
     return cut.scan(query.mT @ do, _total_decay(gate), reverse=True)
 
 
 def _chunk_backward(
     q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, do: Tensor, state: Tensor, dstate: Tensor
 ) -> Gradients:
-    """The gradients of independent chunks [n, C, ..], each with the state before it and the gradient of the state
-    after it [n, K, V]; q holds the scale, and dq is of that q."""
+    """The gradients of independent chunks [n, C, ..], each with the state before it and the gradient of the
+    state after it [n, K, V]; q holds the scale, and dq is of that q."""
     inside = pairs_backward((do @ v.mT).tril_(), q, k, gate)
     dq_state, dk_state = do @ state.mT, v @ dstate.mT
     dv = inside.pairs.mT @ do
     if gate is None or inside.dg is None:
         return Gradients(inside.dq + dq_state, inside.dk + dk_state, dv.baddbmm_(k, dstate), None)
-    since, until = sum_to(gate, 1).exp_(), sum_after(gate, 1).exp_()
+    since, until = decay_of(sum_to(gate, 1)), decay_of(sum_after(gate, 1))
     dq_state *= since
     dk_state *= until
     dv.baddbmm_(k * until, dstate)
@@ -339,8 +347,8 @@ def _chunk_backward(
     through = (state * dstate).sum(-1)
     if gate.shape[2] == 1:
         dquery, dkey, through = (x.sum(-1, keepdim=True) for x in (dquery, dkey, through))
-    # What spans gate t: outputs from t on reading the state before the chunk, keys before t that reach the state
-    # after it, and the one state's way to the other.
+    # What spans gate t: outputs from t on reading the state before the chunk, keys before t that reach the
+    # state after it, and the one state's way to the other.
     dg = inside.dg + sum_from(dquery, 1) + sum_before(dkey, 1)
-    dg += (gate.sum(1).exp_() * through).unsqueeze(1)
+    dg += (decay_of(gate.sum(1)) * through).unsqueeze(1)
     return Gradients(inside.dq + dq_state, inside.dk + dk_state, dv, dg)

@@ -1,28 +1,35 @@
 """Between tokens and chunks: the layout in which the chunked kernels compute, and sums along a sequence.
 
-A chunk is a row: [B, T, H, D] becomes [rows, C, D] with row = (chunk * B + batch) * H + head, so that all heads
-of one chunk lie together and a scan over chunks reads contiguous memory. The last chunk is filled up with zeros:
-a token with k = 0 and log gate 0 leaves the state as it is.
+A chunk is a row: [B, T, H, D] becomes [rows, C, D] with row = (chunk * B + batch) * H + head, so that all
+heads of one chunk lie together and a scan over chunks reads contiguous memory. The last chunk is filled up
+with zeros: a token with k = 0 and log gate 0 leaves the state as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
-
 from zeco_compile.kernels.shapes import Sizes
 
-MAX_CHUNK = 64
+# The chunk that was fastest: 32 on the CPU, 64 on an H200.
+MAX_CHUNK_ON_CPU = 32
+MAX_CHUNK_ON_GPU = 64
 # exp(-1e4) is 0 in float64 too, so a gate this small resets the state; and sums of such gates stay finite, so
 # that -inf and -1e38 need no case of their own: nothing is ever computed as -inf - -inf or 0 * inf.
 RESET = -1e4
-# Elements of one [rows, C, D] tensor that the work inside chunks takes at a time: about what a CPU's cache likes,
-# and on a GPU what keeps the temporaries (some twenty of them) to a few GB.
+_LOG2_E = 1.4426950408889634
+# Elements of one [rows, C, D] tensor that the work inside chunks takes at a time: about what a CPU's cache
+# likes, and on a GPU what keeps the temporaries (some twenty of them) to a few GB.
 _SLICE_ON_CPU = 1 << 19
 _SLICE_ON_GPU = 1 << 25
+
+
+# One of sum_to, sum_before, sum_from, sum_after: (x, dim) -> x's running sums along dim.
+RunningSum = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,13 +43,14 @@ class Chunking:
     count: int
 
     @classmethod
-    def of(cls, sizes: Sizes) -> Chunking:
+    def of(cls, sizes: Sizes, device: torch.device) -> Chunking:
         """Chunks of a power of two tokens, no longer than the sequence needs."""
-        chunk = min(MAX_CHUNK, 1 << (sizes.tokens - 1).bit_length())
+        longest = MAX_CHUNK_ON_CPU if device.type == "cpu" else MAX_CHUNK_ON_GPU
+        chunk = min(longest, 1 << (sizes.tokens - 1).bit_length())
         return cls(sizes.batch, sizes.tokens, sizes.heads, chunk, -(-sizes.tokens // chunk))
 
     def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, T, H, D] of any strides -> fresh contiguous [rows, C, D] in ``dtype``, zeros past the last token."""
+        """[B, T, H, D] of any strides -> fresh contiguous [rows, C, D] in ``dtype``, zeros past the end."""
         channels = x.shape[3]
         out = torch.empty(
             (self.count, self.batch, self.heads, self.chunk, channels), dtype=dtype, device=x.device
@@ -75,6 +83,18 @@ class Chunking:
         for start in range(0, rows, step):
             yield slice(start, min(start + step, rows))
 
+    def running_sum(self, x: Tensor, kind: RunningSum) -> Tensor:
+        """``kind`` over the whole sequence, for x [B, T, H, D]; fresh and contiguous.
+
+        In two steps, inside chunks and over chunks: torch.cumsum goes through a long sequence one token after
+        the other on a GPU, strides far through memory on a CPU, and its rounding error grows with the length.
+        """
+        rows = self.split(x, x.dtype)
+        totals = rows.sum(1, keepdim=True).unflatten(0, (self.count, -1))
+        over_chunks = sum_before if kind in (sum_to, sum_before) else sum_after
+        inside = kind(rows, 1).unflatten(0, (self.count, -1)) + over_chunks(totals, 0)
+        return self.join(inside.flatten(0, 1))
+
     def scan(self, added: Tensor, decay: Tensor | None, *, reverse: bool = False) -> Tensor:
         """The exclusive scan over chunks: what has arrived before each chunk (``reverse``: from after it).
 
@@ -92,7 +112,7 @@ class Chunking:
         arrived = torch.empty_like(steps)
         order = range(self.count - 1, -1, -1) if reverse else range(self.count)
         arrived[order[0]].zero_()
-        for here, following in zip(order[:-1], order[1:], strict=True):
+        for here, following in pairwise(order):
             if factors is None:
                 torch.add(steps[here], arrived[here], out=arrived[following])
             else:
@@ -103,6 +123,13 @@ class Chunking:
 def finite_log_gate(g: Tensor, dtype: torch.dtype) -> Tensor:
     """g as [B, T, H, K or 1] in ``dtype``, hard resets brought to a finite number whose exponential is 0."""
     return (g if g.dim() == 4 else g.unsqueeze(-1)).to(dtype).clamp(min=RESET)
+
+
+def decay_of(log_decay: Tensor) -> Tensor:
+    """exp, fresh. By way of exp2, since torch.exp on a CPU is 10 to 40 times slower where it underflows,
+    which is most of a sum over a long sequence; the exponent's extra rounding costs less than the last bit.
+    """
+    return (log_decay * _LOG2_E).exp2_()
 
 
 def sum_to(x: Tensor, dim: int) -> Tensor:

@@ -2,16 +2,18 @@
 
     A_ij = sum over channels of q_i k_j exp(sum of g_s over j < s <= i)      for i >= j, else 0
 
-A decay is only ever made from gates that lie between j and i: every exponent is a direct sum of those gates, not
-a difference of two running sums. So with log gates <= 0 no exponent is positive, a gate of -20 or -1e4 beside
-small ones costs no precision, a reset gives an exact 0, and no pair that the mask drops is ever exponentiated.
+A decay is only ever made from gates that lie between j and i: every exponent is a direct sum of those gates,
+not a difference of two running sums. So with log gates <= 0 no exponent is positive, a gate of -20 or -1e4
+beside small ones costs no precision, a reset gives an exact 0, and no pair that the mask drops is ever
+exponentiated.
 
-For a gate per channel the pairs are split along a binary tree. Cut a block of 2h tokens in the middle: a token i
-of its right half and a token j of its left half are apart by (the gates from the middle to i) plus (the gates
-after j to the middle), so this quarter of the matrix is a product of q exp(..) and k exp(..), both exponents
-<= 0. The two halves are blocks again, down to single tokens. The gradient of the gates runs back down the same
-tree and sums the contributions of exactly those pairs that span a gate; the customary suffix sum of
-q dq - k dk instead leaves the rounding error of all later pairs, which swamps dg where gates are strong.
+For a gate per channel the pairs are split along a binary tree. Cut a block of 2h tokens in the middle: a
+token i of its right half and a token j of its left half are apart by (the gates from the middle to i) plus
+(the gates after j to the middle), so this quarter of the matrix is a product of q exp(..) and k exp(..), both
+exponents <= 0. The two halves are blocks again, down to single tokens. The gradient of the gates runs back
+down the same tree and sums the contributions of exactly those pairs that span a gate; the customary suffix
+sum of q dq - k dk instead leaves the rounding error of all later pairs, which swamps dg where gates are
+strong.
 """
 
 from __future__ import annotations
@@ -20,8 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from zeco_compile.kernels.chunks import sum_from
+from zeco_compile.kernels.chunks import decay_of, sum_from
 
 
 class PairGradients(NamedTuple):
@@ -61,7 +62,7 @@ def _head_decay(g: Tensor) -> Tensor:
     """exp(sum of g over j < s <= i) as [n, C, C], 0 above the diagonal, of g [n, C, 1]."""
     size = g.shape[1]
     exponents = g.expand(-1, size, size).tril(-1).cumsum(1)
-    return exponents.exp_().tril_()
+    return decay_of(exponents).tril_()
 
 
 def _head_backward(dpairs: Tensor, q: Tensor, k: Tensor, g: Tensor) -> PairGradients:
@@ -74,8 +75,8 @@ def _head_backward(dpairs: Tensor, q: Tensor, k: Tensor, g: Tensor) -> PairGradi
 
 
 class _Level(NamedTuple):
-    """Blocks of 2 * half tokens: the decay from the middle to each token of the right half, itself included
-    (``since``), and from after each token of the left half to the middle (``until``), [n, blocks, half, K]."""
+    """Blocks of 2 * half tokens, and two decays [n, blocks, half, K]: ``since`` from the middle to each token
+    of the right half, its own included; ``until`` from after each token of the left half to the middle."""
 
     half: int
     since: Tensor
@@ -101,7 +102,7 @@ def _levels(g: Tensor) -> list[_Level]:
     half = 1
     while half < g.shape[1]:
         s, u = _halves(since, half), _halves(until, half)
-        levels.append(_Level(half, s[:, :, 1].exp(), u[:, :, 0].exp()))
+        levels.append(_Level(half, decay_of(s[:, :, 1]), decay_of(u[:, :, 0])))
         u[:, :, 0] += s[:, :, 1, -1:]  # before the next line changes it: the right half's own total
         s[:, :, 1] += s[:, :, 0, -1:]
         half *= 2
@@ -115,7 +116,7 @@ def _diagonal_only(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _quarter(matrix: Tensor, half: int) -> Tensor:
-    """The view [n, blocks, half, half] of a [n, C, C] matrix: right half against left half, block by block."""
+    """The view [n, blocks, half, half] of a [n, C, C] matrix: in each block, right half against left half."""
     rows, size, _ = matrix.shape
     blocks = matrix.view(rows, size // (2 * half), 2, half, size // (2 * half), 2, half)
     return blocks[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).movedim(-1, 1)

@@ -1,4 +1,4 @@
-"""Gated linear attention step by step: the definition, and the truth that every other kernel is tested against.
+"""Gated linear attention step by step: the definition, and the truth that every kernel is tested against.
 
     S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,        o_t = scale * S_t^T q_t
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
 from zeco_compile.kernels.shapes import check_sizes, check_state, state_dtype
 
 
