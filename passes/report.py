@@ -143,7 +143,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers, ready for ``json.dumps``."""
-        return asdict(self)
+        return asdict(self) | {"bytes_per_step": self.bytes_per_step}
 
     def to_markdown(self) -> str:
         """The report as a document: summary, then tables. Empty sections say so instead of being left out."""
@@ -253,8 +253,8 @@ def _region(region: Region) -> str:
         [
             role,
             f"`{info.name}`",
-            _cell_code(info.shape),
-            _cell_code(info.transform) or "as it is",
+            _code(info.shape),
+            _code(info.transform) or "as it is",
             f"`{info.location}`" if info.location.known else "",
         ]
         for role, info in region.roles.items()
@@ -286,11 +286,11 @@ def _decisions_section(decisions: list[Decision]) -> str:
         rows = [
             [
                 f"`{decision.node}`",
-                _cell_code(decision.op),
+                _code(decision.op),
                 f"**{decision.decision}**",
-                _cell(decision.detail),
+                decision.detail,
                 f"`{decision.location}`" if decision.location.known else "",
-                _cell_code(decision.location.code),
+                _code(decision.location.code),
             ]
             for decision in mixing
         ]
@@ -310,13 +310,13 @@ def _communication_section(entries: list[Communication]) -> str:
         return "\n\n".join([*lines, "Nothing."])
     rows = [
         [
-            _cell(entry.what),
+            entry.what,
             entry.direction,
-            _cell_code(entry.formula),
+            _code(entry.formula),
             "symbolic" if entry.bytes_per_call is None else format_bytes(entry.bytes_per_call),
             str(entry.calls),
             "symbolic" if entry.bytes_per_step is None else format_bytes(entry.bytes_per_step),
-            _cell(", ".join(f"{name}: {format_bytes(n)}" for name, n in entry.alternatives.items())),
+            ", ".join(f"{name}: {format_bytes(n)}" for name, n in entry.alternatives.items()),
         ]
         for entry in entries
     ]
@@ -336,7 +336,7 @@ def _passes_section(passes: list[PassRecord]) -> str:
             f"{record.seconds * 1000:.1f}",
             str(record.matches),
             f"{record.nodes_before} -> {record.nodes_after}",
-            ", ".join(f"{n:+d} `{_cell(name)}`" for name, n in record.op_difference.items()) or "none",
+            ", ".join(f"{n:+d} `{name}`" for name, n in record.op_difference.items()) or "none",
         ]
         for record in passes
     ]
@@ -347,7 +347,7 @@ def _passes_section(passes: list[PassRecord]) -> str:
 def _settings_section(settings: Mapping[str, Any]) -> str:
     if not settings:
         return ""
-    rows = [[f"`{name}`", _cell_code(repr(value))] for name, value in settings.items()]
+    rows = [[f"`{name}`", _code(repr(value))] for name, value in settings.items()]
     return "## Options\n\n" + _table(["option", "value"], rows)
 
 
@@ -359,20 +359,17 @@ def _source(location: Location) -> str:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """A table of GitHub's Markdown, in which a bar or a line end in a cell would end the cell or the row."""
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *cells])
 
 
-def _cell(text: str) -> str:
-    """Text that neither ends the table's cell nor its row."""
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _cell_code(text: str) -> str:
-    """As code; a backtick inside needs a longer fence (CommonMark's code spans)."""
-    if not text:
+def _code(text: object) -> str:
+    """As inline code, nothing for nothing; a backtick inside needs a longer fence (CommonMark)."""
+    shown = str(text)
+    if not shown:
         return ""
-    return f"`` {_cell(text)} ``" if "`" in text else f"`{_cell(text)}`"
+    return f"`` {shown} ``" if "`" in shown else f"`{shown}`"
 
 
 def _code_block(text: str, language: str = "") -> str:

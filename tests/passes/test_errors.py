@@ -93,7 +93,9 @@ def test_message_of_an_unsupported_op():
 
 
 def test_message_of_a_graph_break_keeps_dynamos_reason_on_one_line():
-    error = GraphBreak("Call to `print`\n  Explanation: side effect\n\n  Developer context: x", location=WHERE)
+    error = GraphBreak(
+        "Call to `print`\n  Explanation: side effect\n\n  Developer context: x", location=WHERE
+    )
     assert "Dynamo's reason: Call to `print` Explanation: side effect\n" in str(error)
     assert 'options={"graph_breaks": "allow"}' in str(error)
     assert error.reason.startswith("Call to `print`")
