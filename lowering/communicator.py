@@ -29,6 +29,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+
 from zeco_compile.lowering import op_log, torch_private, volume
 from zeco_compile.lowering.errors import CommunicatorUnavailable, GroupNotFound, NeighbourLost
 
