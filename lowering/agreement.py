@@ -25,7 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from zeco_compile.kernels.errors import ZecoError
-from zeco_compile.lowering import groups, torch_private
+from zeco_compile.lowering import torch_private
+from zeco_compile.lowering.communicator import members
+from zeco_compile.lowering.errors import RanksDisagree, UnequalShards
+from zeco_compile.lowering.groups import ONE_RANK
 
 # One header is `_HEADER` integers: which check, length of the text to follow, identity of the key, how many
 # lengths there are, and the first `_INLINE` of them.
@@ -36,14 +39,6 @@ _AGREEMENT = 2
 
 # How long a rank that has failed looks for the failures of the others, to tell who is missing.
 _REPORT_SECONDS = 2.0
-
-
-class RanksDisagree(ZecoError):
-    """The ranks of a group did not compile, or do not run, the same thing."""
-
-
-class UnequalShards(ZecoError):
-    """The ranks of a group hold slices of the sequence of different lengths."""
 
 
 class RankMissing(ZecoError):
@@ -62,10 +57,10 @@ def check_agreement(group: str, key: str, payload: dict[str, Any], lengths: Sequ
     come.
     """
     text = json.dumps([key, _canonical(payload)]).encode()
-    if group == groups.ONE_RANK:
+    if group == ONE_RANK:
         return
     with _control(group) as control:
-        headers = control.exchange(_AGREEMENT, len(text), key, lengths)
+        headers = control.exchange(_AGREEMENT, text, 0, lengths)
         texts = control.gather_texts(text, [header[1] for header in headers])
     _raise_for_payloads(group, [json.loads(each) for each in texts])
 
@@ -77,10 +72,10 @@ def check_lengths(group: str, lengths: Sequence[int], key: str = "") -> None:
     compared too. Raises on every rank `UnequalShards`, with each rank's lengths, or `RanksDisagree`;
     `RankMissing` after the group's timeout on the ranks that did come.
     """
-    if group == groups.ONE_RANK:
+    if group == ONE_RANK:
         return
     with _control(group) as control:
-        control.exchange(_LENGTHS, 0, key, lengths)
+        control.exchange(_LENGTHS, *_encoded(key), lengths)
 
 
 class _Control:
@@ -89,22 +84,23 @@ class _Control:
     def __init__(self, name: str, generation: int) -> None:
         self.name = name
         self.generation = generation
-        self.main = groups.process_group(name)
+        self.main = torch_private.resolve_process_group(name)
         self.store = torch_private.default_store()
         self.rank, self.size = self.main.rank(), self.main.size()
-        self.timeout = groups.group_timeout(name)
+        self.timeout = torch_private.group_timeout(self.main)
         self.prefix = f"zeco/control/{name}/{generation}"
         self.broken = ""
         self.lock = threading.Lock()
         self.header = torch.zeros(_HEADER, dtype=torch.int64)
         self.headers = torch.zeros(self.size * _HEADER, dtype=torch.int64)
-        self.gloo: Any = None
-        self._guarded(self._connect)
+        self.gloo: dist.ProcessGroup | None = None
 
-    def exchange(self, check: int, text_bytes: int, key: str, lengths: Sequence[int]) -> list[list[int]]:
-        """All ranks' headers, once everything in them that has to agree does."""
-        inline = list(lengths[:_INLINE])
-        header = [check, text_bytes, _identity(key), len(lengths), *inline]
+    def exchange(self, check: int, text: bytes, identity: int, lengths: Sequence[int]) -> list[list[int]]:
+        """All ranks' headers, once everything in them that has to agree does.
+
+        ``text`` is not sent, only its size; ``identity`` stands for it where it has to be equal everywhere.
+        """
+        header = [check, len(text), identity, len(lengths), *lengths[:_INLINE]]
         self.header[: len(header)] = torch.tensor(header, dtype=torch.int64)
         self.header[len(header) :] = 0
         self._all_gather(self.headers, self.header)
@@ -126,11 +122,11 @@ class _Control:
                 "something that Dynamo guards on changed there (a shape, a flag of the module, grad "
                 "mode). Make it change on every rank at the same call."
             )
+        keys = [key.decode() for key in self.gather_texts(text, [row[1] for row in rows])]
         raise RanksDisagree(
-            f"the ranks of {_group_text(self.name)} are about to run different graphs (identity of the "
-            f"graph: {_who_has_what(self.name, [f'{row[2] & 0xFFFFFFFF:08x}' for row in rows])}; this "
-            f"rank: {key!r}). Call the same compiled model, in the same mode, in the same order on every "
-            "rank."
+            f"the ranks of {_group_text(self.name)} are about to run different graphs: "
+            f"{_who_has_what(self.name, _excerpts(keys))}. Call the same compiled model, in the same mode, "
+            "in the same order on every rank."
         )
 
     def gather_texts(self, text: bytes, sizes: list[int]) -> list[bytes]:
@@ -154,12 +150,19 @@ class _Control:
         if any(each != lengths[0] for each in lengths):
             _raise_unequal(self.name, [_lengths_text(each) for each in lengths])
 
-    def _connect(self) -> None:
+    def _connect(self) -> dist.ProcessGroup:
+        if self.store.check([f"{self.prefix}/failed"]):
+            raise RuntimeError("the other ranks gave up before this rank came")
         store = dist.PrefixStore(self.prefix, self.store)
-        self.gloo = torch_private.make_gloo_group(store, self.rank, self.size, self.timeout)
+        return torch_private.make_gloo_group(store, self.rank, self.size, self.timeout)
 
     def _all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        self._guarded(lambda: torch_private.all_gather_flat(self.gloo, out, mine))
+        def all_gather() -> None:
+            if self.gloo is None:
+                self.gloo = self._connect()
+            torch_private.all_gather(self.gloo, out, mine).wait()
+
+        self._guarded(all_gather)
 
     def _guarded(self, communicate: Callable[[], None]) -> None:
         if self.broken:
@@ -168,9 +171,8 @@ class _Control:
             communicate()
         except RuntimeError as error:
             # The connections go first: the others, which may be waiting for this rank, then fail now too.
-            if self.gloo is not None:
-                torch_private.abort_group(self.gloo)
-                self.gloo = None
+            # Dropping the last reference is what closes them, so the traceback may not hold one either.
+            self.gloo = None
             self.broken = self._missing_text(error)
             raise RankMissing(self.broken) from error
 
@@ -197,6 +199,7 @@ class _Control:
         """
         others = [rank for rank in range(self.size) if rank != self.rank]
         try:
+            self.store.set(f"{self.prefix}/failed", "1")
             self.store.set(f"{self.prefix}/failed/{self.rank}", "1")
             deadline = time.monotonic() + _REPORT_SECONDS
             while others and time.monotonic() < deadline:
@@ -214,7 +217,8 @@ _controls_lock = threading.Lock()
 @contextlib.contextmanager
 def _control(name: str) -> Iterator[_Control]:
     """The control group of process group ``name``, made at the first check, held by one thread at a time."""
-    main = groups.process_group(name)
+    members(name)  # says what is wrong if there is no such group (any more)
+    main = torch_private.resolve_process_group(name)
     with _controls_lock:
         control = _controls.get(name)
         if control is None or control.main is not main:
@@ -226,9 +230,10 @@ def _control(name: str) -> Iterator[_Control]:
 
 
 @lru_cache(maxsize=1024)
-def _identity(key: str) -> int:
-    """A number for ``key`` that is equal in every process, which ``hash`` is not."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+def _encoded(key: str) -> tuple[bytes, int]:
+    """``key`` as bytes, and a number for it that is equal in every process, which ``hash`` is not."""
+    text = key.encode()
+    return text, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
 def _canonical(value: Any) -> Any:
@@ -258,10 +263,10 @@ def _raise_for_payloads(group: str, everyone: list[list[Any]]) -> None:
     names = list(dict.fromkeys(name for payload in payloads for name in payload))
     differing = []
     for name in names:
-        values = [_short(payload[name]) if name in payload else "(absent)" for payload in payloads]
         whole = [payload.get(name, _ABSENT) for payload in payloads]
         if any(value != whole[0] for value in whole):
-            differing.append(f"  {name}: {_who_has_what(group, values)}")
+            texts = _excerpts(["(absent)" if value is _ABSENT else _text(value) for value in whole])
+            differing.append(f"  {name}: {_who_has_what(group, texts)}")
     if differing:
         raise RanksDisagree(
             f"the ranks of {_group_text(group)} compiled {keys[0]!r} differently:\n"
@@ -288,9 +293,20 @@ def _lengths_text(lengths: Sequence[int]) -> str:
     return str(lengths[0]) if len(lengths) == 1 else str(tuple(lengths))
 
 
-def _short(value: Any, limit: int = 200) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _excerpts(texts: list[str], limit: int = 200) -> list[str]:
+    """The texts as they are, or, where they are long, each from shortly before the place where they part."""
+    if all(len(text) <= limit for text in texts):
+        return texts
+    same = next(
+        (at for at, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1),
+        min(map(len, texts)),
+    )
+    start = max(0, same - limit // 4)
+    return [f"{text[start : start + limit]!r} (first difference at character {same})" for text in texts]
 
 
 def _who_has_what(group: str, values: Sequence[str]) -> str:
@@ -304,7 +320,7 @@ def _who_has_what(group: str, values: Sequence[str]) -> str:
 
 def _ranks_text(group: str, ranks: Sequence[int]) -> str:
     """``ranks 0, 1 (global ranks 2, 3)``, the bracket only where the two differ."""
-    in_world = groups.global_ranks(group)
+    in_world = members(group).global_ranks
     plural = "s" if len(ranks) > 1 else ""
     text = f"rank{plural} {', '.join(map(str, ranks))}"
     if in_world != tuple(range(len(in_world))):
@@ -313,7 +329,7 @@ def _ranks_text(group: str, ranks: Sequence[int]) -> str:
 
 
 def _group_text(group: str) -> str:
-    return f"the group of global ranks {list(groups.global_ranks(group))}"
+    return f"the group of global ranks {list(members(group).global_ranks)}"
 
 
 def _seconds_text(timeout: datetime.timedelta) -> str:

@@ -2,14 +2,12 @@
 
 The ops of this folder carry their process group as the group's name, since a graph that is compiled, cached
 and loaded again in another process can hold a string but no process group. ``""`` is the name of "one
-rank": no process group is initialised, or the group has one member. Everything else about the group is
-looked up from the name while the program runs, never while a graph is built, and never from the rank in the
-world: the group may be a part of the world, in any order.
+rank": no process group is initialised, or the group has one member. Who is in the group is looked up from
+the name while the program runs (`zeco_compile.lowering.communicator.members`).
 """
 
 from __future__ import annotations
 
-import datetime
 from typing import Any
 
 import torch
@@ -61,50 +59,6 @@ def resolve_group(group: Any = None) -> str:
             f"{dist.get_process_group_ranks(group)}). Call this with the group that this rank is in."
         )
     return ONE_RANK if group.size() == 1 else str(group.group_name)
-
-
-def process_group(name: str) -> dist.ProcessGroup:
-    """The process group called ``name``. Raises `InvalidGroup` if this process has none of that name (any
-    more).
-
-    ``name`` is not ``""``: one rank has no process group.
-    """
-    if not _initialised():
-        raise InvalidGroup(
-            f"a compiled graph or op asks for process group {name!r}, but torch.distributed is not "
-            "initialised in this process (or has been destroyed since). Call `dist.init_process_group` "
-            "first; to run on one rank afterwards, compile again (`torch._dynamo.reset()`)."
-        )
-    try:
-        return torch_private.resolve_process_group(name)
-    except (RuntimeError, KeyError) as error:
-        raise InvalidGroup(
-            f"a compiled graph or op asks for process group {name!r}, which this process does not have "
-            "(any more). Process groups have to live as long as the models compiled for them; after "
-            "making new ones, compile again (`torch._dynamo.reset()`)."
-        ) from error
-
-
-def group_size(name: str) -> int:
-    """How many ranks share the sequence; 1 for ``""``."""
-    return 1 if name == ONE_RANK else process_group(name).size()
-
-
-def group_rank(name: str) -> int:
-    """This process's place in the group (0 holds the first tokens); 0 for ``""``."""
-    return 0 if name == ONE_RANK else process_group(name).rank()
-
-
-def global_ranks(name: str) -> tuple[int, ...]:
-    """The ranks in the world, in the order of the group; ``(0,)`` for ``""``."""
-    if name == ONE_RANK:
-        return (0,)
-    return tuple(dist.get_process_group_ranks(process_group(name)))
-
-
-def group_timeout(name: str) -> datetime.timedelta:
-    """How long the user lets an operation of this group take before it has failed."""
-    return torch_private.group_timeout(process_group(name))
 
 
 def _initialised() -> bool:
