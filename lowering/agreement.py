@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from zeco_compile.kernels.errors import ZecoError
 from zeco_compile.lowering import torch_private
 from zeco_compile.lowering.communicator import members

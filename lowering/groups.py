@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from zeco_compile.kernels.errors import ZecoError
 from zeco_compile.lowering import torch_private
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+
 from zeco_compile.lowering import agreement, groups
 from zeco_compile.lowering.errors import RanksDisagree, UnequalShards
 
