@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+
 from zeco_compile.passes.locations import UNKNOWN, Location
 
 Family = Literal["per channel", "per head and token", "constant per head", "none"]

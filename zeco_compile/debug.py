@@ -8,9 +8,9 @@ With ``debug_dir`` (or ``ZECO_DEBUG``) set, one folder per rank and graph::
                              error.txt                if the compilation was refused or failed
 
 The same texts go into the structured trace of ``TORCH_TRACE``, where tlparse shows them, and a line on each
-file to the logger ``zeco_compile.debug``. Contract: an unusable folder is an error before the first pass; once
-compiling, nothing here raises, since a dump must not end a compilation (a full disk is logged as an error).
-Each file is complete on disk before the next pass starts, so a crash leaves everything up to it.
+file to the logger ``zeco_compile.debug``. Contract: an unusable folder is an error before the first pass;
+once compiling, nothing here raises, since a dump must not end a compilation (a full disk is logged as an
+error). Each file is complete on disk before the next pass starts, so a crash leaves everything up to it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class DebugDump:
                 made.append(_text_or_why_not(file_name, make))
             return made[0]
 
-        trace_artifact(f"zeco_graph{self.graph_index}_{Path(file_name).stem}", encoding, text)
+        trace_artifact(f"zeco_graph{self.graph_index}_{file_name}", encoding, text)
         if self.folder is None:
             return
         path = self.folder / file_name

@@ -16,13 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zeco_compile.errors import InvalidOption
-from zeco_compile.lowering.groups import (
-    InvalidGroup,
-    global_ranks,
-    group_rank,
-    group_size,
-    resolve_group,
-)
+from zeco_compile.lowering.communicator import members
+from zeco_compile.lowering.groups import InvalidGroup, resolve_group
 from zeco_compile.passes.errors import as_compile_error
 
 Schedule = Literal["auto", "all_scan", "all_scan_tree", "lasp1", "lasp2"]
@@ -79,15 +74,20 @@ class Settings:
         except InvalidGroup as error:
             raise as_compile_error(error) from None
         values["debug_dir"] = values.get("debug_dir") or _debug_dir_of_environment()
-        return cls(group=group, world_size=group_size(group), rank=group_rank(group), **values)
+        place = members(group)
+        return cls(group=group, world_size=place.world_size, rank=place.rank, **values)
 
     def to_dict(self) -> dict[str, Any]:
         """The options as plain values for a report; the group by its name, size and ranks."""
         shown = {name: getattr(self, name) for name in option_names()}
-        ranks = list(global_ranks(self.group))
-        shown["group"] = f"{self.group!r}, ranks {ranks}" if self.group else "one rank"
+        shown["group"] = self._describe_group()
         shown["debug_dir"] = None if self.debug_dir is None else str(self.debug_dir)
         return shown
+
+    def _describe_group(self) -> str:
+        if not self.group:
+            return "one rank"
+        return f"{self.group!r}, ranks {list(members(self.group).global_ranks)}"
 
     def identity(self) -> str:
         """A text that is equal exactly for settings which compile a graph alike, in any process.

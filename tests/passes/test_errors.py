@@ -8,6 +8,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis
 from torch._subclasses.fake_tensor import DataDependentOutputException, UnsupportedOperatorException
+
 from zeco_compile.kernels.errors import InvalidShapes, ZecoError
 from zeco_compile.passes.errors import (
     AmbiguousSequence,

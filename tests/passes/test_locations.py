@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import fx, nn
+
 from zeco_compile.passes import locations
 from zeco_compile.passes.locations import (
     UNKNOWN,

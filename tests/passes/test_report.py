@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import fx, nn
+
 from zeco_compile.passes.locations import Location
 from zeco_compile.passes.report import (
     Communication,
