@@ -1,6 +1,7 @@
 """What a rewritten node means: the ops in the namespace ``zeco``, and the transfers between ranks under them.
 
-Importing this registers the ops. It makes no process group, stream or thread: the ops do, when they first run.
+Importing this registers the ops. It makes no process group, stream or thread: the ops do so when they
+first run.
 """
 
 from zeco_compile.lowering import attention as attention

@@ -21,6 +21,7 @@ states [B, H, K, V], log_decay [B, H, K] or [B, H, 1], all in one dtype, contigu
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -100,9 +101,16 @@ def ring(link: Link, state: Tensor, log_decay: Tensor, boundary: Tensor | None, 
 
 
 def gather(link: Link, state: Tensor, log_decay: Tensor, boundary: Tensor | None, blocks: int) -> Tensor:
-    """All-gather, then a fold of the ranks before this one; ``blocks`` means nothing here."""
-    pairs = link.all_gather(torch.cat((state.flatten(), log_decay.flatten())))
-    state_in = _start_value(state, boundary)
+    """All-gather, then a fold of the ranks before this one; ``blocks`` means nothing here.
+
+    Only the first rank knows the boundary: it folds it into the state that it gives.
+    """
+    given = state
+    if link.rank == 0 and boundary is not None:
+        given = _start_value(state, boundary)
+        _advance(given, state, log_decay)
+    pairs = link.all_gather(torch.cat((given.flatten(), log_decay.flatten())))
+    state_in = _start_value(state, boundary if link.rank == 0 else None)
     for rank in range(link.rank):
         earlier, decay = pairs[rank].split((state.numel(), log_decay.numel()))
         _advance(state_in, earlier.view_as(state), decay.view_as(log_decay))
@@ -117,12 +125,11 @@ def tree(link: Link, state: Tensor, log_decay: Tensor, boundary: Tensor | None, 
     it multiplies nothing any more, so its decay need not travel.
     """
     rank, last = link.rank, link.world_size - 1
-    state_in = _start_value(state, boundary)
     if rank == 0:
-        _advance(state_in, state, log_decay)
-        _hop(link, state_in, log_decay, to=1 if last > 0 else None, source=None, send_decay=False)
+        state_out = _start_value(state, boundary)
+        _advance(state_out, state, log_decay)
+        _hop(link, state_out, log_decay, to=1 if last > 0 else None, source=None, send_decay=False)
         return _start_value(state, boundary)
-    decay = torch.zeros_like(log_decay)
     to = rank + 1 if rank < last else None
     state_in, decay = _hop(link, state, log_decay, to=to, source=rank - 1, receive_decay=rank > 1)
     distance = 1
@@ -179,7 +186,7 @@ def _cuts(key_dim: int, blocks: int) -> list[slice]:
     """Parts of nearly equal size; never an empty one."""
     count = max(1, min(blocks, key_dim))
     edges = [number * key_dim // count for number in range(count + 1)]
-    return [slice(start, end) for start, end in zip(edges, edges[1:], strict=False)]
+    return [slice(start, end) for start, end in pairwise(edges)]
 
 
 ALGORITHMS: dict[str, Algorithm] = {
