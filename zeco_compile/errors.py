@@ -23,6 +23,7 @@ from zeco_compile.lowering.errors import (
     TransferNotFound,
     UnequalShards,
 )
+from zeco_compile.lowering.exchange import IndivisibleSequence, InvalidExchange
 from zeco_compile.lowering.groups import InvalidGroup
 from zeco_compile.passes.errors import (
     AmbiguousSequence,
@@ -42,7 +43,9 @@ __all__ = [
     "DebugFolderUnusable",
     "GraphBreak",
     "GroupNotFound",
+    "IndivisibleSequence",
     "InternalError",
+    "InvalidExchange",
     "InvalidGroup",
     "InvalidOption",
     "InvalidSchedule",
