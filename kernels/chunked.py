@@ -20,18 +20,22 @@ before it and what lies after it are computed as two separate sequences, forward
 gradient is 0.
 
 The gradients are written by hand: call these functions below autograd. Nothing here waits for the device or
-branches on data. Gates enter only as in ``pairs.py``; gradients of gates are sums over what spans the gate,
-so they are as accurate as the other gradients, whatever the dtype (which is rounded to once, at the end).
+branches on data. Autocast does not reach the products; a TF32 setting of the user's does (never the gates'
+sums). Gates enter only as in ``pairs.py``; gradients of gates are sums over what spans the gate, so they are
+as accurate as the other gradients, whatever the dtype (which is rounded to once, at the end).
 
 The equations are those of ZeCO (global and local state, All-Scan) and of GLA (chunked form).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
 from zeco_compile.kernels.chunks import (
     Chunking,
     RunningSum,
@@ -46,6 +50,9 @@ from zeco_compile.kernels.errors import InvalidShapes
 from zeco_compile.kernels.pairs import pairs, pairs_backward
 from zeco_compile.kernels.shapes import Sizes, check_sizes, check_state, state_dtype
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
 
 class Gradients(NamedTuple):
     """The gradients of q, k, v and g; dg is None where there is no gate."""
@@ -56,6 +63,21 @@ class Gradients(NamedTuple):
     dg: Tensor | None
 
 
+def _full_precision(kernel: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """The kernel with autocast off, which would run its float32 matrix products in half precision."""
+
+    @functools.wraps(kernel)
+    def guarded(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        device = next(x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            return kernel(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return kernel(*args, **kwargs)
+
+    return guarded
+
+
+@_full_precision
 def rank_state(k: Tensor, v: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
     """What these tokens make of a state: it becomes exp(log_decay) * state_before + state.
 
@@ -74,10 +96,11 @@ def rank_state(k: Tensor, v: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
     if g is None:
         log_decay = k.new_zeros((sizes.batch, sizes.heads, 1), dtype=dtype)
     else:
-        log_decay = finite_log_gate(g, dtype).sum(1)
+        log_decay = finite_log_gate(g, dtype).sum(1).contiguous()
     return _outer(_until_end(k, g, sizes, dtype), v.to(dtype)), log_decay
 
 
+@_full_precision
 def diagonal(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float) -> Tensor:
     """What these tokens give by themselves, from a zero state: o [B, T, H, V] in the state dtype.
 
@@ -99,6 +122,7 @@ def diagonal(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float) ->
     return cut.join(o)
 
 
+@_full_precision
 def combine(
     o: Tensor,
     q: Tensor,
@@ -126,6 +150,7 @@ def combine(
     return _fresh_sum(o, added, q.dtype if out_dtype is None else out_dtype)
 
 
+@_full_precision
 def rank_dstate(q: Tensor, g: Tensor | None, do: Tensor, scale: float) -> Tensor:
     """The gradient that these tokens' outputs give the state before the first of them: [B, H, K, V].
 
@@ -139,6 +164,7 @@ def rank_dstate(q: Tensor, g: Tensor | None, do: Tensor, scale: float) -> Tensor
     return _outer(_since_start(q, g, sizes, dtype).mul_(scale), do.to(dtype))
 
 
+@_full_precision
 def diagonal_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, scale: float
 ) -> Gradients:
@@ -176,6 +202,7 @@ def diagonal_backward(
     return Gradients(cut.join(dq), cut.join(dk), cut.join(dv), dgate)
 
 
+@_full_precision
 def combine_backward(
     dq: Tensor,
     dk: Tensor,

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+
 from zeco_compile.kernels.shapes import Sizes
 
 # The chunk that was fastest: 32 on the CPU, 64 on an H200.
@@ -24,7 +25,7 @@ RESET = -1e4
 _LOG2_E = 1.4426950408889634
 # Elements of one [rows, C, D] tensor that the work inside chunks takes at a time: about what a CPU's cache
 # likes, and on a GPU what keeps the temporaries (some twenty of them) to a few GB.
-_SLICE_ON_CPU = 1 << 19
+_SLICE_ON_CPU = 1 << 17
 _SLICE_ON_GPU = 1 << 25
 
 
