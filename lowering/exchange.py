@@ -356,7 +356,7 @@ def scatter_sum(x: Tensor, dim: int, group: str, world_size: int = 0) -> Tensor:
     _check_summable("scatter_sum", x)
     dim = _dimension("scatter_sum", x, dim)
     ranks = _world_size("scatter_sum", group, world_size)
-    length = _slice_length("scatter_sum", x, dim, ranks)
+    length = _slice_length(x, dim, ranks)
     if group == ONE_RANK:
         return _fresh_copy(x)
     communicator = communicator_for(group, x.device)
@@ -373,7 +373,7 @@ def _(x: Tensor, dim: int, group: str, world_size: int = 0) -> Tensor:
     _check_summable("scatter_sum", x)
     dim = _dimension("scatter_sum", x, dim)
     ranks = _world_size("scatter_sum", group, world_size)
-    return _fresh_like(x, dim, _slice_length("scatter_sum", x, dim, ranks))
+    return _fresh_like(x, dim, _slice_length(x, dim, ranks))
 
 
 @torch.library.custom_op("zeco::slice_sequence", mutates_args=(), tags=_TAGS)
@@ -386,7 +386,7 @@ def slice_sequence(x: Tensor, dim: int, group: str, world_size: int = 0) -> Tens
     op_log.record("slice_sequence")
     dim = _dimension("slice_sequence", x, dim)
     ranks = _world_size("slice_sequence", group, world_size)
-    length = _slice_length("slice_sequence", x, dim, ranks)
+    length = _slice_length(x, dim, ranks)
     return _fresh_copy(x.narrow(dim, members(group).rank * length, length))
 
 
@@ -394,7 +394,7 @@ def slice_sequence(x: Tensor, dim: int, group: str, world_size: int = 0) -> Tens
 def _(x: Tensor, dim: int, group: str, world_size: int = 0) -> Tensor:
     dim = _dimension("slice_sequence", x, dim)
     ranks = _world_size("slice_sequence", group, world_size)
-    return _fresh_like(x, dim, _slice_length("slice_sequence", x, dim, ranks))
+    return _fresh_like(x, dim, _slice_length(x, dim, ranks))
 
 
 @torch.library.custom_op("zeco::unslice_sequence", mutates_args=(), tags=_TAGS)
@@ -500,10 +500,25 @@ def _fresh_like(x: Tensor, dim: int | None = None, size: int = 0) -> Tensor:
 def _dimension(op: str, x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise InvalidExchange(
-            f"zeco::{op} got dimension {dim} of a tensor with {x.dim()} dimensions (shape {tuple(x.shape)}). "
+            f"{op} got dimension {dim} of a tensor with {x.dim()} dimensions (shape {tuple(x.shape)}). "
             "Give the dimension in which the tensor runs along the sequence."
         )
     return dim % x.dim()
+
+
+def check_dimension(x: Tensor, dim: int) -> None:
+    """Raises `InvalidExchange` if ``x`` is no tensor with that dimension."""
+    if not isinstance(x, Tensor):
+        raise InvalidExchange(f"sequences are tensors, and this is a {type(x).__name__}.")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise InvalidExchange(f"a dimension is an int, and this is {dim!r} (a {type(dim).__name__}).")
+    _dimension("the sequence's exchange", x, dim)
+
+
+def check_divisible(x: Tensor, dim: int, world_size: int) -> None:
+    """Raises `IndivisibleSequence` if ``x`` cannot be cut into equal slices, and as `check_dimension`."""
+    check_dimension(x, dim)
+    _slice_length(x, dim, world_size)
 
 
 def _check_halo(x: Tensor, left: int, right: int, fill: float) -> None:
@@ -559,11 +574,11 @@ def _world_size(op: str, group: str, claimed: int) -> int:
     return actual
 
 
-def _slice_length(op: str, x: Tensor, dim: int, world_size: int) -> int:
+def _slice_length(x: Tensor, dim: int, world_size: int) -> int:
     if x.shape[dim] % world_size != 0:
         raise IndivisibleSequence(
             f"a sequence of {x.shape[dim]} (dimension {dim} of shape {tuple(x.shape)}) cannot be cut into "
-            f"{world_size} slices of equal length (zeco::{op}). Pad it to a multiple of {world_size}, or use "
+            f"{world_size} slices of equal length. Pad it to a multiple of {world_size}, or use "
             "another number of ranks."
         )
     return x.shape[dim] // world_size

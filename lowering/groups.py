@@ -29,11 +29,16 @@ def resolve_group(group: Any = None) -> str:
     ``group`` is ``None`` (all ranks if a default process group is initialised, else one rank), a
     ``ProcessGroup``, or a ``DeviceMesh`` of one dimension. Returns ``""`` when there is one rank only.
     Raises `InvalidGroup` for anything else, for a mesh of several dimensions, for a group that does not
-    contain this rank, and for one that has been destroyed.
+    contain this rank, and for one that has been destroyed. Dynamo traces it as a constant.
     """
+    return resolve_group_and_size(group)[0]
+
+
+def resolve_group_and_size(group: Any = None) -> tuple[str, int]:
+    """Name and number of ranks of ``group``, which is what `resolve_group` takes."""
     if group is None:
         if not _initialised():
-            return ONE_RANK
+            return ONE_RANK, 1
         group = dist.group.WORLD
     elif _is_mesh(group):
         group = _group_of_mesh(group)
@@ -59,7 +64,8 @@ def resolve_group(group: Any = None) -> str:
             f"this rank ({_rank_in_world()}) is not in the process group given as `group` (ranks "
             f"{dist.get_process_group_ranks(group)}). Call this with the group that this rank is in."
         )
-    return ONE_RANK if group.size() == 1 else str(group.group_name)
+    size = group.size()
+    return (ONE_RANK if size == 1 else str(group.group_name)), size
 
 
 def _initialised() -> bool:
