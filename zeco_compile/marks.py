@@ -1,7 +1,8 @@
 """An input's own sequence dimension, when it is not the one that the option ``seq_dim`` names.
 
-The mark is an attribute of the tensor object, as ``torch._dynamo.mark_dynamic`` does it, so the backend finds it
-on the example inputs, which are the caller's own tensors. A view or a copy of a marked tensor is not marked.
+The mark is an attribute of the tensor object, as ``torch._dynamo.mark_dynamic`` does it, so the backend
+finds it on the example inputs, which are the caller's own tensors. A view or a copy of a marked tensor is
+not marked.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ UNMARKED: Final = _Unmarked.UNMARKED
 def mark_sequence(tensor: Tensor, dim: int | None) -> Tensor:
     """Says that ``tensor`` runs along the sequence in ``dim``, or (None) that every rank holds all of it.
 
-    Returns the same tensor, any shape and dtype. ``dim`` may be negative. Mark before the compiled model's first
-    call with such an input: the mark is read when the graph is compiled.
+    Returns the same tensor, any shape and dtype. ``dim`` may be negative. Mark before the compiled
+    model's first call with such an input: the mark is read when the graph is compiled.
 
     Raises IndexError when the tensor has no such dimension and TypeError when it is not a tensor.
     """
@@ -39,7 +40,7 @@ def mark_sequence(tensor: Tensor, dim: int | None) -> Tensor:
     return tensor
 
 
-def sequence_mark(tensor: Tensor) -> int | None | Literal[_Unmarked.UNMARKED]:
+def sequence_mark(tensor: Tensor) -> int | Literal[_Unmarked.UNMARKED] | None:
     """The dimension that :func:`mark_sequence` gave, None for "has none", ``UNMARKED`` when never marked."""
-    mark: int | None | Literal[_Unmarked.UNMARKED] = getattr(tensor, _ATTRIBUTE, UNMARKED)
+    mark: int | Literal[_Unmarked.UNMARKED] | None = getattr(tensor, _ATTRIBUTE, UNMARKED)
     return mark

@@ -170,9 +170,8 @@ def _differentiable(tensor: Tensor) -> bool:
 def _run_compiled(case: Case, full: Inputs, places: list[Slice]) -> _Run:
     torch._dynamo.reset()
     model = _model(case, case.dtype)
-    kept = {} if case.options is None else {"options": case.options}
-    compiled: Callable[..., Any] = torch.compile(
-        model, backend=case.backend, fullgraph=case.fullgraph, dynamic=case.dynamic, **kept
+    compiled = torch.compile(
+        model, backend=case.backend, fullgraph=case.fullgraph, dynamic=case.dynamic, options=case.options
     )
     place_of = {id(leaf): place for leaf, place in zip(full.leaves, places, strict=True)}
 

@@ -76,10 +76,11 @@ def _rebuilt(cls: type[BaseException], message: str) -> BaseException:
     return error
 
 
-class _ByMessage:
-    """An exception that only survives the journey as its class and its message."""
+class _ByMessage(BaseException):
+    """Stands in for an exception that only survives the journey as its class and its message."""
 
     def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
         self.error = error
 
     def __reduce__(self) -> tuple[Any, ...]:

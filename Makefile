@@ -1,0 +1,34 @@
+# Everything runs in .venv, which is made on the first call and again when what it depends on changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# Two cores are enough for the tests, whose processes take one thread each.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: demo test lint install clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/train_gla.py --out out/demo
+
+test: $(INSTALLED)
+	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@# Three folders of the package stand at the root; the type checker sees them where they are installed.
+	@rm -rf build/typing && mkdir -p build/typing/zeco_compile
+	@ln -s $(CURDIR)/zeco_compile/* $(CURDIR)/passes $(CURDIR)/lowering $(CURDIR)/kernels build/typing/zeco_compile/
+	cd build/typing && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p zeco_compile
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
