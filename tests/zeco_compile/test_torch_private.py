@@ -26,7 +26,7 @@ def test_trace_artifact_reaches_the_trace_that_tlparse_reads(tmp_path):
 
 
 def test_trace_artifact_makes_no_text_where_no_trace_is_written():
-    # In a process of its own, since pytest's capturing of logs counts as somebody who reads the trace. PyTorch
+    # In a process of its own: pytest, capturing logs, counts as somebody who reads the trace. PyTorch
     # finds out with the first record, which Dynamo writes long before it calls a backend.
     script = (
         "import torch\n"
