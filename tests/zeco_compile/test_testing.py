@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zeco_compile import marks
 from zeco_compile.kernels.errors import ZecoError
+from zeco_compile.lowering import exchange
 from zeco_compile.testing import (
     HarnessError,
     NotEquivalent,
@@ -337,3 +338,28 @@ def test_error_message_is_sorted_by_size() -> None:
     with pytest.raises(NotEquivalent) as caught:
         assert_equivalent(lambda: two, sequence_input, world_size=2, _backend="eager")
     assert re.search(r"output\[0\].*\n.*output\[0\].*\n.*output\[1\]", str(caught.value))
+
+
+def _pooled(x: Tensor, exact: bool) -> Tensor:
+    total = x.square().sum(1)
+    if x.shape[1] == 12:
+        return total
+    group = dist.group.WORLD.group_name
+    if exact:
+        return exchange.all_sum(total, group)
+    return total + (exchange.all_sum(total, group) - total).detach()
+
+
+def test_exact_adjoint_of_a_sum_over_ranks_passes_and_a_local_one_does_not() -> None:
+    def run(exact: bool) -> None:
+        assert_equivalent(
+            lambda: torch.compiler.disable(lambda x: _pooled(x, exact)),
+            sequence_input,
+            world_size=2,
+            fullgraph=False,
+            _backend="eager",
+        )
+
+    run(exact=True)
+    with pytest.raises(NotEquivalent, match=r"2 of 4 tensors(.|\n)*input gradient(.|\n)*relative error 0\.5"):
+        run(exact=False)
