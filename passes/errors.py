@@ -15,7 +15,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from zeco_compile.kernels.errors import ZecoError
@@ -232,16 +231,21 @@ def as_compile_error(error: ZecoError) -> CompileError:
     return converted
 
 
-@cache
-def _compile_error_class(declared: type[Any]) -> type[CompileError]:
-    """A class that is both `declared` and a `CompileError`, under the name of `declared`."""
-    namespace = {"__module__": declared.__module__, "__doc__": declared.__doc__, "_declared": declared}
-    return type(declared.__name__, (declared, CompileError), namespace)
+_COMPILE_ERROR_CLASSES: dict[type, type[CompileError]] = {}
+
+
+def _compile_error_class(declared: type[ZecoError]) -> type[CompileError]:
+    """A class that is both `declared` and a `CompileError`, under the name of `declared`; always the same."""
+    if declared not in _COMPILE_ERROR_CLASSES:
+        namespace = {"__module__": declared.__module__, "__doc__": declared.__doc__, "_declared": declared}
+        _COMPILE_ERROR_CLASSES[declared] = type(declared.__name__, (declared, CompileError), namespace)
+    return _COMPILE_ERROR_CLASSES[declared]
 
 
 def _declared_class(error_class: type) -> type:
     """The class in the source that an error class stands for: pickle finds only those by name."""
-    return error_class.__dict__.get("_declared", error_class)
+    declared: type = error_class.__dict__.get("_declared", error_class)
+    return declared
 
 
 def _restore(declared: type[ZecoError], args: tuple[Any, ...], state: dict[str, Any]) -> CompileError:
