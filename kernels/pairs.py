@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
 from zeco_compile.kernels.chunks import decay_of, sum_from
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
 from zeco_compile.kernels.shapes import check_sizes, check_state, state_dtype
 
 

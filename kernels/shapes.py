@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
 from zeco_compile.kernels.errors import InvalidShapes
 
 
