@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
+from torch._dynamo.source import LocalSource
+from torch._guards import ChainedSource, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
@@ -114,3 +115,29 @@ def traced_node(value: Any) -> Any:
         slot = get_proxy_slot(value, mode.tracer, None)
         return None if slot is None else slot.proxy.node
     return value
+
+
+def source_name(placeholder: fx.Node) -> str:
+    """What Dynamo calls the origin of a placeholder: "L['x']", "L['self']._buffers['mask']"; "" if unknown."""
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    if source is None:
+        return ""
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+def is_argument(placeholder: fx.Node) -> bool:
+    """Whether the placeholder is (part of) an argument of the compiled function, not something a module, a
+    closure or a global holds."""
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    if source is None:
+        return True
+    guard_source = source.guard_source
+    kind = guard_source() if callable(guard_source) else guard_source
+    if "MODULE" in kind.name or not kind.name.startswith("LOCAL"):
+        return False
+    while isinstance(source, ChainedSource):
+        source = source.base
+    if isinstance(source, LocalSource):
+        return bool(source.is_input)
+    return True

@@ -1,0 +1,167 @@
+"""What a graph does to positions: the basis on which passes decide, recomputed after every rewrite.
+
+Every value of the shadow graph is in one of three states:
+
+- LOCAL: on every rank it is the slice of the unsharded value (or equal to it, where it has no sequence axis),
+  as the graph stands or once its op is rewritten by a rule of `sharding_rules`;
+- WINDOW: the same, but only some rows of the slice (`x[:, :-1]`);
+- MIXED: what the graph computes on a slice is not a part of what the unsharded model computes.
+
+A value that depends on a MIXED one is MIXED, up to the output of a recognised region, which is LOCAL again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from zeco_compile.passes import torch_private
+from zeco_compile.passes.axes import Size, size_of
+from zeco_compile.passes.axis_rules import track_axes
+from zeco_compile.passes.inputs import GraphInput, graph_inputs, local_length
+from zeco_compile.passes.shadow import Shadow, build_shadow
+from zeco_compile.passes.tracking import Action, Tracking
+
+
+class State(enum.Enum):
+    LOCAL = "local"
+    WINDOW = "window"
+    MIXED = "mixed"
+
+
+@dataclass
+class Analysis:
+    """Shadow, axes and states of one graph. `length` is the number of rows of this rank's slice."""
+
+    gm: fx.GraphModule
+    example_inputs: Sequence[Any]
+    inputs: list[GraphInput]
+    length: Size
+    shadow: Shadow
+    track: Tracking
+    states: dict[fx.Node, State] = field(default_factory=dict)
+
+    def state(self, node: fx.Node) -> State:
+        return self.states.get(node, State.LOCAL)
+
+    def own_mixing(self, node: fx.Node) -> list[Action]:
+        """The actions of one ATen node that look at other positions. Taking rows out (a slice) is none."""
+        return [a for a in self.track.acts_along_sequence(node) if a.kind != "slice"]
+
+    def is_pair(self, node: fx.Node) -> bool:
+        """The value has two axes along the sequence, as a matrix of scores has."""
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return False
+        axes = self.track.axes
+        atoms = [a for dim in self.track.dims(node) for a in axes.flat(dim) if a.sequence]
+        whole = axes.flat((axes.sequence,))
+        return len(atoms) > len(set(atoms)) or (len(set(atoms)) > 1 and not set(atoms) <= set(whole))
+
+    def is_misaligned(self, node: fx.Node) -> bool:
+        """Rows of different windows were combined: row i belongs to several positions."""
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return False
+        flat = self.track.axes.flat
+        return any("misaligned" in a.origins for dim in self.track.dims(node) for a in flat(dim))
+
+    def is_window(self, node: fx.Node) -> bool:
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return False
+        axes = self.track.axes
+        return any(axes.is_sequence(d) and not self._whole(d) for d in self.track.dims(node))
+
+    def _whole(self, dim: Any) -> bool:
+        """Its sequence atoms are those of all rows (possibly taken apart into chunks)."""
+        axes = self.track.axes
+        whole = set(axes.flat((axes.sequence,)))
+        return all(atom in whole for atom in axes.flat(dim) if atom.sequence)
+
+    def is_constant(self, node: fx.Node) -> bool:
+        """Made from sizes alone, whatever the inputs are."""
+        return node in self._constants
+
+    _constants: set[fx.Node] = field(default_factory=set)
+
+    def escapes(self, user_node: fx.Node) -> list[fx.Node]:
+        """ATen nodes of one user node that others read."""
+        group = self.shadow.groups.get(user_node, [])
+        inside = set(group)
+        return [n for n in group if any(u not in inside for u in n.users)]
+
+    def user_node(self, node: fx.Node) -> fx.Node | None:
+        return self.shadow.origin.get(node)
+
+
+Rule = Callable[[Analysis, fx.Node], bool]
+
+
+def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int) -> Analysis | None:
+    """The analysis of `gm` without states; None if no input runs along the sequence."""
+    inputs = graph_inputs(gm, example_inputs, seq_dim)
+    _, fakes = torch_private.fake_inputs(gm, example_inputs)
+    length = local_length(inputs, fakes)
+    if length is None:
+        return None
+    shadow = build_shadow(gm, example_inputs)
+    along = {shadow.inputs[i.node]: i.along for i in inputs if i.node in shadow.inputs}
+    track = track_axes(shadow.graph, along, size_of(length))
+    analysis = Analysis(gm, example_inputs, inputs, size_of(length), shadow, track)
+    for node in shadow.graph.nodes:
+        if node.op == "call_function" and all(
+            source in analysis._constants or isinstance(source.meta.get("val"), _NUMBERS)
+            for source in node.all_input_nodes
+        ):
+            analysis._constants.add(node)
+    return analysis
+
+
+def assign_states(
+    analysis: Analysis, handled: Callable[[fx.Node], bool], settle: Callable[[fx.Node], bool] | None = None
+) -> None:
+    """Fills `analysis.states`, user node by user node in the order of execution.
+
+    `handled(user_node)`: a rule will make this node's results LOCAL, given LOCAL or WINDOW inputs.
+    `settle(user_node)`: asked for each node whose results are MIXED; True if it has just been found to be the
+    end of a recognised region, so that its results are LOCAL from here on.
+    """
+    for user_node in analysis.gm.graph.nodes:
+        group = analysis.shadow.groups.get(user_node, [])
+        if not group:
+            continue
+        inside = set(group)
+        outer = [s for n in group for s in n.all_input_nodes if s not in inside]
+        inputs_mixed = any(analysis.state(s) is State.MIXED for s in outer)
+        mixing = any(_mixes(analysis, n) for n in group)
+        if not inputs_mixed and mixing and handled(user_node):
+            mixing = False
+        elif mixing or inputs_mixed:
+            _taint(analysis, group)
+            if settle is not None and settle(user_node):
+                inputs_mixed = mixing = False
+            else:
+                continue
+        for node in group:
+            analysis.states[node] = State.WINDOW if analysis.is_window(node) else State.LOCAL
+
+
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+_SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default)
+
+
+def _mixes(analysis: Analysis, node: fx.Node) -> bool:
+    return bool(analysis.own_mixing(node)) or analysis.is_pair(node) or analysis.is_misaligned(node)
+
+
+def _taint(analysis: Analysis, group: list[fx.Node]) -> None:
+    """Within a group only what follows a mixing node is MIXED."""
+    for node in group:
+        mixed = _mixes(analysis, node) or any(analysis.state(s) is State.MIXED for s in node.all_input_nodes)
+        if mixed and node.target not in _SIZES:  # the size of a mixed value is no mixed value
+            analysis.states[node] = State.MIXED
+        else:
+            analysis.states[node] = State.WINDOW if analysis.is_window(node) else State.LOCAL

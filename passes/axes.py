@@ -1,0 +1,231 @@
+"""Axes: which dimension of every value is which, tracked by identity and never by size.
+
+A dimension is a tuple of atoms, outermost first: `[B, T, H*K]` flattened to `[B*T, H, K]` has the dimensions
+`(b, t), (h,), (k,)`. A dimension of size one that was made for broadcasting has no atoms, `()`. Ops that combine
+values elementwise make their atoms one (union-find); a view takes dimensions apart and puts them together. So two
+sizes that happen to be equal stay two axes, and one axis stays itself through every transpose and reshape.
+
+There is one sequence, hence one atom `sequence`. What a slice or a padding leaves of it is a window: the rows
+`-left .. L + right - 1` of a rank's slice, an atom of its own that knows these two numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.functions import FloorDiv
+
+Size = Any
+"""An int or a sympy expression of the graph's symbols."""
+
+
+def size_of(value: Any) -> Size:
+    """An int or SymInt as int or sympy expression."""
+    if isinstance(value, torch.SymInt):
+        return _simple(value.node.expr)
+    return int(value)
+
+
+def same_size(a: Size, b: Size) -> bool:
+    """Equal whatever the symbols are (never: equal for the sizes at hand)."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return bool(sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0)
+
+
+def _quotient(a: Size, b: Size) -> Size | None:
+    """a / b if that is a whole number whatever the symbols are, else None."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
+    if ratio.is_Integer:
+        return int(ratio)
+    numerator, denominator = ratio.as_numer_denom()
+    if denominator == 1 and numerator.is_polynomial() and all(c.is_Integer for c in sympy.Poly(ratio).coeffs()):
+        return ratio
+    return None
+
+
+class Atom:
+    """One axis. `origins` says where it was made: "input", "parameter", "factory", "position", "slice", ..."""
+
+    __slots__ = ("_parent", "_parts", "origins", "sequence", "size", "window")
+
+    def __init__(self, size: Size, origin: str = "", *, sequence: bool = False) -> None:
+        self.size = size
+        self.sequence = sequence
+        self.window: tuple[Size, Size] | None = (0, 0) if sequence else None
+        self.origins: set[Any] = {origin} if origin else set()
+        self._parent: Atom | None = None
+        self._parts: tuple[Atom, ...] | None = None
+
+    def root(self) -> Atom:
+        atom = self
+        while atom._parent is not None:
+            atom = atom._parent
+        return atom
+
+    def __repr__(self) -> str:
+        kind = "seq" if self.sequence else "axis"
+        return f"{kind}{id(self) % 9973}:{self.size}" + (f"{self.window}" if self.window not in (None, (0, 0)) else "")
+
+
+Dim = tuple[Atom, ...]
+Dims = tuple[Dim, ...]
+
+
+class AxesConflict(Exception):
+    """Two axes that must be one cannot be: sizes that do not factor alike."""
+
+
+class Axes:
+    """The union-find over atoms of one graph, with its sequence atom."""
+
+    def __init__(self, length: Size) -> None:
+        self.length = length
+        self.sequence = Atom(length, "sequence", sequence=True)
+        self._windows: dict[tuple[Any, Any], Atom] = {}
+
+    def fresh(self, size: Size, origin: str = "") -> Dim:
+        """A new axis; none for a size of one."""
+        return () if same_size(size, 1) else (Atom(size, origin),)
+
+    def is_length(self, size: Size) -> bool:
+        return same_size(size, self.length)
+
+    def window(self, left: Size, right: Size) -> Dim:
+        """The axis of rows -left .. L+right-1 of the slice.
+
+        With as many rows as the slice it is the sequence itself: `x` shifted by one is a value of each position,
+        whose op looked at the neighbour's.
+        """
+        left, right = _simple(left), _simple(right)
+        if same_size(_simple(left + right), 0):
+            return (self.sequence,)
+        size = _simple(sympy.sympify(self.length) + left + right)
+        if (left, right) not in self._windows:
+            atom = Atom(size, "window", sequence=True)
+            atom.window = (left, right)
+            self._windows[left, right] = atom
+        return (self._windows[left, right],)
+
+    def flat(self, dim: Iterable[Atom]) -> Dim:
+        """The dimension in root atoms, taken apart as far as any use of them has."""
+        out: list[Atom] = []
+        for atom in dim:
+            root = atom.root()
+            if root._parts is not None:
+                out.extend(self.flat(root._parts))
+            else:
+                out.append(root)
+        return tuple(out)
+
+    def is_sequence(self, dim: Iterable[Atom]) -> bool:
+        return any(atom.sequence for atom in self.flat(dim))
+
+    def is_whole_sequence(self, dim: Iterable[Atom]) -> bool:
+        """The dimension is the slice's rows, all of them and nothing else."""
+        flat = self.flat(dim)
+        return bool(flat) and flat == self.flat((self.sequence,))
+
+    def size(self, dim: Iterable[Atom]) -> Size:
+        product: Any = 1
+        for atom in self.flat(dim):
+            product = product * atom.size
+        return product
+
+    def unify(self, a: Dim, b: Dim) -> None:
+        """Makes two dimensions one. Raises AxesConflict where their atoms cannot be matched."""
+        left, right = list(self.flat(a)), list(self.flat(b))
+        while left and right:
+            x, y = left[0].root(), right[0].root()
+            if x is y:
+                left.pop(0), right.pop(0)
+            elif same_size(x.size, y.size):
+                self._union(x, y)
+                left.pop(0), right.pop(0)
+            elif (ratio := _quotient(x.size, y.size)) is not None:
+                left[:1] = self._split(x, y.size, ratio)
+            elif (ratio := _quotient(y.size, x.size)) is not None:
+                right[:1] = self._split(y, x.size, ratio)
+            else:
+                raise AxesConflict(f"{x} against {y}")
+        for rest in (*left, *right):
+            if not same_size(rest.size, 1):
+                raise AxesConflict(f"{a} against {b}")
+
+    def regroup(self, dims: Sequence[Dim], sizes: Sequence[Size]) -> list[Dim] | None:
+        """The dimensions of a view of `dims` with these sizes; None where it cuts across axes."""
+        pending = [atom for dim in dims for atom in self.flat(dim)]
+        out: list[Dim] = []
+        for size in sizes:
+            taken: list[Atom] = []
+            if pending and same_size(pending[0].size, 1) and same_size(size, 1):
+                taken.append(pending.pop(0))  # one token per rank: the axis is there though its size is one
+                out.append(tuple(taken))
+                continue
+            product: Any = 1
+            while not same_size(product, size):
+                if not pending:
+                    return None
+                atom = pending.pop(0)
+                if same_size(atom.size, 1):
+                    (taken if not out else taken).append(atom)
+                    continue
+                need = _quotient(size, product)
+                if need is not None and _quotient(need, atom.size) is not None:
+                    taken.append(atom)
+                    product = product * atom.size
+                elif need is not None and (ratio := _quotient(atom.size, need)) is not None:
+                    outer, inner = self._split(atom, need, ratio)
+                    taken.append(outer)
+                    pending.insert(0, inner)
+                    product = product * need
+                else:
+                    return None
+            # A trailing axis of size one belongs to what it stood beside: [B, 1, D] -> [B*1, D].
+            while pending and same_size(pending[0].size, 1) and len(out) + 1 < len(sizes) and taken:
+                following = sizes[len(out) + 1]
+                if same_size(following, 1):
+                    break
+                taken.append(pending.pop(0))
+            out.append(tuple(taken))
+        leftover = [atom for atom in pending if not same_size(atom.size, 1)]
+        if leftover:
+            return None
+        if pending and out:
+            out[-1] = (*out[-1], *pending)
+        return out
+
+    def _union(self, x: Atom, y: Atom) -> None:
+        keep, drop = (x, y) if x.sequence or not y.sequence else (y, x)
+        if drop.sequence and keep is not drop:
+            # Two windows of the same size that start at different rows: the value has rows of both.
+            keep.origins.add("misaligned")
+        drop._parent = keep
+        keep.origins |= drop.origins
+
+    def _split(self, atom: Atom, size: Size, ratio: Size) -> tuple[Atom, Atom]:
+        """Takes `atom` apart into an outer and an inner one, `size` being the outer's."""
+        outer, inner = Atom(size, "split"), Atom(ratio, "split")
+        for part in (outer, inner):
+            part.sequence = atom.sequence
+            part.origins |= atom.origins
+        atom._parts = (outer, inner)
+        return outer, inner
+
+
+def _simple(value: Size) -> Size:
+    if isinstance(value, int):
+        return value
+    value = sympy.expand(value.replace(FloorDiv, _exact_division))
+    return int(value) if value.is_Integer else value
+
+
+def _exact_division(a: Any, b: Any) -> Any:
+    """`a // b` as `a / b` where that is a whole number whatever the symbols are ((s*s) // s is s)."""
+    exact = _quotient(a, b)
+    return FloorDiv(a, b) if exact is None else sympy.sympify(exact)

@@ -1,0 +1,253 @@
+"""From the user's layout to the operator's and back: [B, T, H, K] whatever the axes were called and ordered.
+
+A value is taken apart into its axes, permuted, given the axes it lacks, and put together. The same steps are done
+on real tensors (for the numeric check) and on the user's graph (for the rewrite), so that what is checked is what
+is wired: `arrange` and `disarrange` are written once, over an `Operations` that does either.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.axes import Atom
+from zeco_compile.passes.region import Sizes
+
+aten = torch.ops.aten
+
+
+class Canonical(enum.Enum):
+    """The operator's layouts: q and k, v and o, the gate, a state."""
+
+    KEY = "[B, T, H, K]"
+    VALUE = "[B, T, H, V]"
+    GATE = "[B, T, H, K] or [B, T, H]"
+    STATE = "[B, H, K, V]"
+
+
+@dataclass(frozen=True)
+class CanonicalAxes:
+    """Which of a region's axes are B, T, H, K and V. Each is a tuple of atoms, () for a size of one."""
+
+    batch: tuple[Atom, ...]
+    time: tuple[Atom, ...]
+    heads: tuple[Atom, ...]
+    key: tuple[Atom, ...]
+    value: tuple[Atom, ...]
+    gate_has_key: bool
+    gate_family: str
+    output: fx.Node
+    analysis: Analysis
+
+    @classmethod
+    def find(
+        cls,
+        analysis: Analysis,
+        output: fx.Node,
+        q: Sequence[fx.Node],
+        k: Sequence[fx.Node],
+        v: Sequence[fx.Node],
+        gate: fx.Node | None,
+        value_atoms: Sequence[Atom],
+    ) -> CanonicalAxes | None:
+        """None where the axes do not fit the operator: v with an axis that is summed over, for one."""
+        track = analysis.track
+
+        def atoms(node: fx.Node) -> list[Atom]:
+            return [a for dim in track.dims(node) for a in track.axes.flat(dim) if not a.sequence]
+
+        out = atoms(output)
+        value = list(value_atoms)
+        if not q and gate is None and len(value) == len(out) and value:
+            value = value[-1:]  # a plain running sum: all axes but the last are batch
+        outer = [a for a in out if a not in value]
+        sources = [a for n in (*q, *k, *([gate] if gate is not None else [])) for a in atoms(n)]
+        key = list(dict.fromkeys(a for a in sources if a not in out))
+        if any(a not in out for n in v for a in atoms(n)):
+            return None
+        for node in (output, *q, *k, *v):
+            if len(set(atoms(node))) < len(atoms(node)):
+                return None  # an axis twice: a diagonal
+        gate_atoms = atoms(gate) if gate is not None else []
+        gate_has_key = any(a in key for a in gate_atoms)
+        if gate is None:
+            family = "none"
+        elif gate_has_key:
+            family = "per channel"
+        elif track.sequence_dims(gate):
+            family = "per head and token"
+        else:
+            family = "constant per head"
+        return cls(
+            tuple(outer[:1]),
+            track.axes.flat((track.axes.sequence,)),
+            tuple(outer[1:]),
+            tuple(key),
+            tuple(value),
+            gate_has_key,
+            family,
+            output,
+            analysis,
+        )
+
+    def groups(self, kind: Canonical) -> list[tuple[Atom, ...]]:
+        """The dimensions of a layout, each as its atoms."""
+        if kind is Canonical.STATE:
+            return [self.batch, self.heads, self.key, self.value]
+        last = {Canonical.KEY: self.key, Canonical.VALUE: self.value, Canonical.GATE: self.key}[kind]
+        outer = [self.batch, self.time, self.heads]
+        return outer if kind is Canonical.GATE and not self.gate_has_key else [*outer, last]
+
+
+class Operations(Protocol):
+    """What arranging needs, on tensors or on graph nodes."""
+
+    def size(self, atoms: Sequence[Atom]) -> Any: ...
+    def reshape(self, x: Any, sizes: Sequence[Any]) -> Any: ...
+    def permute(self, x: Any, order: Sequence[int]) -> Any: ...
+    def expand(self, x: Any, sizes: Sequence[Any]) -> Any: ...
+    def multiply(self, x: Any, y: Any) -> Any: ...
+    def ones(self, sizes: Sequence[Any]) -> Any: ...
+
+
+def arrange(
+    ops: Operations, axes: CanonicalAxes, kind: Canonical, nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]
+) -> Any:
+    """The product of `values[node]` over `nodes`, in the operator's layout `kind`; ones without nodes."""
+    groups = axes.groups(kind)
+    target = [atom for group in groups for atom in group]
+    sizes = [ops.size(group) for group in groups]
+    product = None
+    for node in nodes:
+        have = [a for dim in axes.analysis.track.dims(node) for a in axes.analysis.track.axes.flat(dim)]
+        x = ops.reshape(values[node], [ops.size([a]) for a in have])
+        order = [have.index(a) for a in target if a in have]
+        if order != list(range(len(have))):
+            x = ops.permute(x, order)
+        x = ops.reshape(x, [ops.size([a]) if a in have else 1 for a in target])
+        product = x if product is None else ops.multiply(product, x)
+    if product is None:
+        return ops.ones(sizes)
+    product = ops.expand(product, [ops.size([a]) for a in target])
+    return ops.reshape(product, sizes)
+
+
+def disarrange(ops: Operations, axes: CanonicalAxes, o: Any) -> Any:
+    """The operator's o, [B, T, H, V], in the layout of the region's output."""
+    track = axes.analysis.track
+    have = [atom for group in axes.groups(Canonical.VALUE) for atom in group]
+    dims = track.dims(axes.output)
+    want = [a for dim in dims for a in track.axes.flat(dim)]
+    x = ops.reshape(o, [ops.size([a]) for a in have])
+    order = [have.index(a) for a in want]
+    if order != list(range(len(have))):
+        x = ops.permute(x, order)
+    return ops.reshape(x, [ops.size(track.axes.flat(dim)) for dim in dims])
+
+
+class _TensorOperations:
+    """Arranging real float64 tensors at the sizes of a probe."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+
+    def size(self, atoms: Sequence[Atom]) -> int:
+        return self.sizes.of_dim(tuple(atoms))
+
+    def reshape(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        return x.reshape(list(sizes))
+
+    def permute(self, x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+        return x.permute(list(order))
+
+    def expand(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        return x.expand(list(sizes))
+
+    def multiply(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * y
+
+    def ones(self, sizes: Sequence[int]) -> torch.Tensor:
+        return torch.ones(list(sizes), dtype=torch.float64)
+
+
+def canonical_value(
+    axes: CanonicalAxes,
+    kind: Canonical,
+    nodes: Sequence[fx.Node],
+    values: Mapping[fx.Node, torch.Tensor],
+    sizes: Sizes,
+) -> torch.Tensor:
+    """`arrange` on tensors."""
+    out: torch.Tensor = arrange(_TensorOperations(sizes), axes, kind, nodes, values)
+    return out
+
+
+def from_canonical_value(axes: CanonicalAxes, o: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """`disarrange` on a tensor."""
+    out: torch.Tensor = disarrange(_TensorOperations(sizes), axes, o)
+    return out
+
+
+class GraphOperations:
+    """Arranging nodes of the user's graph, at the graph's insertion point.
+
+    `size_source(atom)` gives a user node and a dimension from which a symbolic size can be read.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        size_source: Callable[[Atom], tuple[fx.Node, int]],
+        like: fx.Node,
+        dtype: torch.dtype,
+        stack_trace: str | None,
+    ) -> None:
+        self.graph, self.size_source, self.like, self.dtype = graph, size_source, like, dtype
+        self.stack_trace = stack_trace
+        self._sizes: dict[Atom, Any] = {}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        if self.stack_trace:
+            node.meta["stack_trace"] = self.stack_trace
+        return node
+
+    def size(self, atoms: Sequence[Atom]) -> Any:
+        product: Any = 1
+        for atom in atoms:
+            factor = self._size_of_atom(atom)
+            if isinstance(product, int) and (isinstance(factor, int) or product == 1):
+                product = product * factor if isinstance(factor, int) else factor
+            else:
+                product = self.call(operator.mul, product, factor)
+        return product
+
+    def _size_of_atom(self, atom: Atom) -> Any:
+        if isinstance(atom.size, int):
+            return atom.size
+        if atom not in self._sizes:
+            node, dim = self.size_source(atom)
+            self._sizes[atom] = self.call(aten.sym_size.int, node, dim)
+        return self._sizes[atom]
+
+    def reshape(self, x: fx.Node, sizes: Sequence[Any]) -> fx.Node:
+        return self.call(aten.reshape.default, x, list(sizes))
+
+    def permute(self, x: fx.Node, order: Sequence[int]) -> fx.Node:
+        return self.call(aten.permute.default, x, list(order))
+
+    def expand(self, x: fx.Node, sizes: Sequence[Any]) -> fx.Node:
+        return self.call(aten.expand.default, x, list(sizes))
+
+    def multiply(self, x: fx.Node, y: fx.Node) -> fx.Node:
+        return self.call(aten.mul.Tensor, x, y)
+
+    def ones(self, sizes: Sequence[Any]) -> fx.Node:
+        return self.call(aten.new_ones.default, self.like, list(sizes), dtype=self.dtype)

@@ -1,0 +1,418 @@
+"""Finds gated linear attention in the user's graph, by meaning, and puts one operator in its place.
+
+Contract: a region is rewritten only if its output equals the recurrence of DESIGN's kind in float64 on random
+values, at every size tried, and the operator that is wired gets exactly the values that were checked. Whatever
+does not pass stays as it is; `verify` refuses it later if nothing else makes it right.
+
+    for each user node whose result is MIXED, in order:
+        cut the region that ends there
+        find roles (roles.py); check each hypothesis against the recurrence at several sizes
+        the first that passes: its output is LOCAL from here on
+    then, for each region found: insert the operator behind its last node, redirect the readers, erase the rest
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from zeco_compile.passes.analysis import Analysis, State, assign_states
+from zeco_compile.passes.axes import Atom
+from zeco_compile.passes.layout import Canonical, GraphOperations, arrange, disarrange
+from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.region import (
+    CannotEvaluate,
+    Region,
+    Sizes,
+    carrying,
+    cut_region,
+    largest_constant,
+    piecewise,
+)
+from zeco_compile.passes.report import Region as RegionReport
+from zeco_compile.passes.report import Role
+from zeco_compile.passes.roles import GATE_FORMS, TOLERANCE, GateForm, NotLinearAttention, Roles, check, find_roles
+
+log = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+MOST_INPUTS = 12
+"""A region with more inputs than this is no attention, but half a model behind something not recognised."""
+
+_MOST_ELEMENTS = 3e7
+"""Elements of all values of a region up to which it is probed at the model's own sizes."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A region, the roles that passed, and the checks they passed."""
+
+    region: Region
+    roles: Roles
+    error: float
+    sizes: tuple[str, ...]
+
+
+@dataclass
+class Recognition:
+    """What was found in one graph. `attempts` are the regions that were tried and why they are none."""
+
+    matches: list[Match] = field(default_factory=list)
+    attempts: list[tuple[fx.Node, str]] = field(default_factory=list)
+
+
+def recognize(
+    analysis: Analysis, handled: Callable[[fx.Node], bool], *, running_sums: bool = False
+) -> Recognition:
+    """All regions, none overlapping. Fills `analysis.states`.
+
+    A running sum is linear attention too (q = k = 1, no decay), but most are a part of something larger, the sums
+    of a gate above all. They are taken with `running_sums` only, once all else has been found.
+    """
+    found = Recognition()
+
+    def settle(user_node: fx.Node) -> bool:
+        outputs = [n for n in analysis.escapes(user_node) if _is_exit(analysis, n)]
+        if len(outputs) != 1:
+            return False
+        match, reason = _match(analysis, outputs[0], running_sums)
+        if match is None:
+            found.attempts.append((user_node, reason))
+            log.debug("no linear attention ends at %s: %s", user_node, reason)
+            return False
+        found.matches.append(match)
+        log.info("linear attention (%s) at %s", match.roles.family, user_location(user_node))
+        return True
+
+    assign_states(analysis, handled, settle)
+    return found
+
+
+def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
+    """A MIXED value with one whole sequence axis that somebody reads as a value of each position."""
+    if analysis.state(node) is not State.MIXED or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    dims = analysis.track.sequence_dims(node)
+    if len(dims) != 1 or analysis.is_window(node) or analysis.is_misaligned(node):
+        return False
+    group = analysis.user_node(node)
+    for user in node.users:
+        if analysis.user_node(user) is group and user.op != "output":
+            continue
+        if not analysis.own_mixing(user):
+            return True
+    return False
+
+
+def _match(analysis: Analysis, output: fx.Node, running_sums: bool) -> tuple[Match | None, str]:
+    region = cut_region(analysis, output, MOST_INPUTS)
+    if region is None:
+        return None, "it has too many inputs, or one that is no value of each position"
+    reason = "no way to read its inputs as q, k, v and a gate fits the recurrence"
+    variants = [region]
+    if piecewise(region, analysis):
+        variants = [*carrying(region, analysis), region]
+    for variant in variants:
+        try:
+            first, *rest = _probe_sizes(variant, analysis)
+            for roles in find_roles(variant, analysis, first):
+                if roles.is_running_sum and not running_sums:
+                    reason = "a running sum, which may be a part of something larger"
+                    continue
+                match = _checked(variant, analysis, roles, (first, *rest))
+                if match is not None:
+                    return match, ""
+        except (NotLinearAttention, CannotEvaluate) as why:
+            reason = str(why)
+    return None, reason
+
+
+def _checked(region: Region, analysis: Analysis, roles: Roles, sizes: Sequence[Sizes]) -> Match | None:
+    """The match if the region is the recurrence, up to one constant scale, at all of `sizes`."""
+    worst, scales, described = 0.0, [], []
+    for seed, at in enumerate(sizes, start=11):
+        try:
+            scale, difference = check(region, analysis, roles, at, seed)
+        except CannotEvaluate:
+            return None
+        if not difference <= TOLERANCE or scale == 0.0:
+            return None
+        worst = max(worst, difference)
+        scales.append(scale)
+        described.append(f"T = {at.length}" + (" (other sizes reduced)" if at.other else ""))
+    if max(scales) - min(scales) > TOLERANCE * abs(scales[0]):
+        return None  # a factor that depends on the length is no scale
+    scaled = Roles(**{**roles.__dict__, "scale": _rounded(scales[0])})
+    return Match(region, scaled, worst, tuple(described))
+
+
+def _rounded(scale: float) -> float:
+    """Without the last digits, which are the check's rounding and not the user's."""
+    return float(f"{scale:.12g}")
+
+
+def _probe_sizes(region: Region, analysis: Analysis) -> list[Sizes]:
+    """Lengths that differ from each other, reach beyond every constant of the region, and are affordable."""
+    if piecewise(region, analysis):
+        length = analysis.length
+        if region.final_state is None:
+            if length < 3:
+                raise NotLinearAttention(
+                    f"a loop over {length} token(s) from a state that is not made of zeros does not show how it "
+                    "goes on: give each rank at least 3 tokens"
+                )
+            return [_affordable(region, analysis, length)]
+        pieces = max(2, -(-6 // length))
+        return [_affordable(region, analysis, length * pieces)]
+    beyond = largest_constant(region.interior) + 3
+    if beyond > 2048:
+        raise NotLinearAttention(f"the number {beyond - 3} in it is too large to be probed beyond")
+    return [_affordable(region, analysis, t) for t in (7, 4, max(11, beyond))]
+
+
+def _affordable(region: Region, analysis: Analysis, length: int) -> Sizes:
+    plain = Sizes(analysis, length)
+    if _elements(region, plain) <= _MOST_ELEMENTS:
+        return plain
+    small: dict[Atom, int] = {}
+    axes = analysis.track.axes
+    for node in (*region.inputs, region.output):
+        for dim in analysis.track.dims(node):
+            for atom in axes.flat(dim):
+                if not atom.sequence and isinstance(atom.size, int) and atom.size > 5:
+                    small.setdefault(atom, 2 + len(small) % 4)
+    reduced = Sizes(analysis, length, small)
+    if _elements(region, reduced) > 20 * _MOST_ELEMENTS:
+        raise NotLinearAttention("it is too large to be computed for a check")
+    return reduced
+
+
+def _elements(region: Region, sizes: Sizes) -> float:
+    total = 0.0
+    for node in region.interior:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            count = 1.0
+            for dim in analysis_dims(sizes.analysis, node):
+                count *= sizes.of_dim(dim)
+            total += count
+    return total
+
+
+def analysis_dims(analysis: Analysis, node: fx.Node) -> tuple[tuple[Atom, ...], ...]:
+    return analysis.track.dims(node)
+
+
+# -------------------------------------------------------------------------------------------------- the rewrite
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How the operator is called: the group that shares the sequence and the schedule of the exchange."""
+
+    schedule: str
+    blocks: int
+    group: str
+
+
+def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> RegionReport:
+    """Puts the operator into the user's graph in place of the region, and reports what was done.
+
+    Raises NotLinearAttention where a value that the operator needs is no longer there under any name, because
+    the user's code has overwritten it.
+    """
+    shadow, graph = analysis.shadow, analysis.gm.graph
+    region, roles = match.region, match.roles
+    end = shadow.origin[region.output]
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    gate_node, gate_form = _gate_source(analysis, roles)
+    needed = [*roles.q, *roles.k, *roles.v, *([gate_node] if gate_node is not None else [])]
+    if roles.initial_state is not None:
+        needed.append(roles.initial_state)
+    values = {node: _holder(analysis, node, order[end], order) for node in needed}
+    dtype = region.output.meta["val"].dtype
+    operand_dtype = _promoted([*roles.q, *roles.k, *roles.v], dtype)
+
+    with graph.inserting_after(end):
+        anchor = graph.call_function(aten.sym_size.int, (values[needed[0]], 0))
+    with graph.inserting_before(anchor):
+        ops = GraphOperations(
+            graph,
+            lambda atom: _size_source(analysis, values, atom),
+            next(iter(values.values())),
+            operand_dtype,
+            end.meta.get("stack_trace"),
+        )
+        q = arrange(ops, roles.axes, Canonical.KEY, roles.q, values)
+        k = arrange(ops, roles.axes, Canonical.KEY, roles.k, values)
+        v = arrange(ops, roles.axes, Canonical.VALUE, roles.v, values)
+        q, k, v = (_as(ops, x, nodes, operand_dtype) for x, nodes in ((q, roles.q), (k, roles.k), (v, roles.v)))
+        g = None
+        if gate_node is not None and gate_form is not None:
+            logs = {gate_node: _emit_gate(ops, gate_form, values[gate_node])}
+            g = arrange(ops, roles.axes, Canonical.GATE, [gate_node], logs)
+        state = None
+        if roles.initial_state is not None:
+            state = arrange(ops, roles.axes, Canonical.STATE, [roles.initial_state], values)
+        call = ops.call(
+            torch.ops.zeco.gated_linear_attention.default,
+            q, k, v, g, roles.scale, state, False, wiring.schedule, wiring.blocks, wiring.group,
+        )  # fmt: skip
+        o = ops.call(operator.getitem, call, 0)
+        o = disarrange(ops, roles.axes, o)
+        if operand_dtype != dtype:
+            o = ops.call(aten.to.dtype, o, dtype)
+    graph.erase_node(anchor)
+    _redirect(analysis, region, o, order[end], order)
+    _erase(analysis, region)
+    return _report(analysis, match, number, gate_node, gate_form)
+
+
+
+
+
+
+def _as(ops: GraphOperations, x: fx.Node, nodes: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
+    made = _promoted(nodes, dtype)
+    return x if made == dtype else ops.call(aten.to.dtype, x, dtype)
+
+
+def _promoted(nodes: Sequence[fx.Node], default: torch.dtype) -> torch.dtype:
+    dtype = None
+    for node in nodes:
+        own = node.meta["val"].dtype
+        dtype = own if dtype is None else torch.promote_types(dtype, own)
+    return default if dtype is None else dtype
+
+
+def _holder(analysis: Analysis, node: fx.Node, at: int, order: dict[fx.Node, int]) -> fx.Node:
+    """The node of the user's graph that holds this value right behind position `at`."""
+    shadow = analysis.shadow
+    latest: dict[fx.Node, fx.Node | None] = {}
+    when: dict[fx.Node, int] = {}
+    for user, made in shadow.value.items():
+        if order.get(user, at + 1) <= at:
+            latest[user], when[user] = made if isinstance(made, fx.Node) else None, order[user]
+    for (user, argument), read in shadow.reads.items():
+        if order.get(user, at + 1) <= at and when.get(argument, -1) <= order[user]:
+            latest[argument], when[argument] = read if isinstance(read, fx.Node) else None, order[user]
+    for holder, value in latest.items():
+        if value is node:
+            return holder
+    raise NotLinearAttention(f"the value `{node}` that it needs has been overwritten by then")
+
+
+def _size_source(analysis: Analysis, values: dict[fx.Node, fx.Node], atom: Atom) -> tuple[fx.Node, int]:
+    for aten_node, user_node in values.items():
+        for i, dim in enumerate(analysis.track.dims(aten_node)):
+            if analysis.track.axes.flat(dim) == (atom,):
+                return user_node, i
+    raise NotLinearAttention(f"no input has a dimension of the symbolic size {atom.size} by itself")
+
+
+def _gate_source(analysis: Analysis, roles: Roles) -> tuple[fx.Node | None, GateForm | None]:
+    """The gate's input, or what it was computed from: the log decay under an `exp`, the logits under a sigmoid.
+
+    The decay itself may be zero where its logarithm is an ordinary number.
+    """
+    node, form = roles.gate, roles.form
+    if node is None or form is None or form.name != "log(a)":
+        return node, form
+    views = ("view", "_unsafe_view", "permute", "transpose", "unsqueeze", "squeeze", "clone", "expand", "t")
+    current = node
+    while getattr(getattr(current.target, "overloadpacket", None), "__name__", "") in views:
+        current = current.args[0]  # type: ignore[assignment]
+    forms = {f.name: f for f in GATE_FORMS}
+    inner = {aten.exp.default: forms["g"], aten.sigmoid.default: forms["logsigmoid(z)"]}.get(current.target)
+    if inner is None or not isinstance(current.args[0], fx.Node):
+        return node, form
+    source = current.args[0]
+    user_node = analysis.shadow.origin.get(source)
+    held = source.op == "placeholder" or (user_node is not None and source in analysis.shadow.tensors_made(user_node))
+    return (source, inner) if held else (node, form)
+
+
+def _emit_gate(ops: GraphOperations, form: GateForm, z: fx.Node) -> fx.Node:
+    """The log decay in the user's graph."""
+    call = ops.call
+    if form.name == "g":
+        return z
+    if form.name == "-g":
+        return call(torch.neg, z)
+    if form.name == "logsigmoid(z)":
+        return call(torch.nn.functional.logsigmoid, z)
+    if form.name == "-exp(z)":
+        return call(torch.neg, call(torch.exp, z))
+    if form.name == "-softplus(z)":
+        return call(torch.neg, call(torch.nn.functional.softplus, z))
+    if form.name == "log(1 - z)":
+        return call(torch.log1p, call(torch.neg, z))
+    if form.name == "z * log(2)":
+        return call(torch.mul, z, 0.6931471805599453)
+    if form.name == "log(a)":
+        positive = call(torch.all, call(torch.gt, z, 0))
+        call(
+            aten._assert_async.msg,
+            positive,
+            "zeco_compile: a decay that multiplies the state is zero or negative; it is split over ranks through "
+            "its logarithm. Compute it as exp(log_decay) or sigmoid(logits) inside the compiled model.",
+        )
+        return call(torch.log, z)
+    raise AssertionError(f"no graph for the gate form {form.name}")
+
+
+def _redirect(analysis: Analysis, region: Region, new: fx.Node, at: int, order: dict[fx.Node, int]) -> None:
+    """Whoever read the region's output after its end reads the operator's."""
+    for (user, argument), read in analysis.shadow.reads.items():
+        if read is region.output and order.get(user, -1) > at:
+            user.replace_input_with(argument, new)
+
+
+def _erase(analysis: Analysis, region: Region) -> None:
+    """Drops the nodes of the region that nobody reads any more, writes into its own buffers included."""
+    graph = analysis.gm.graph
+    inside = set(region.user_nodes)
+    for node in reversed(list(graph.nodes)):
+        if node in inside and node.op in ("call_function", "call_method") and not node.users:
+            graph.erase_node(node)
+
+
+def _report(
+    analysis: Analysis, match: Match, number: int, gate_node: fx.Node | None, gate_form: GateForm | None
+) -> RegionReport:
+    roles, region = match.roles, match.region
+    entries: dict[str, Role] = {}
+    for role, nodes in (("q", roles.q), ("k", roles.k), ("v", roles.v)):
+        for i, node in enumerate(nodes):
+            entries[role if len(nodes) == 1 else f"{role} (factor {i + 1})"] = _role(analysis, node, "")
+    if gate_node is not None and gate_form is not None:
+        entries["g"] = _role(analysis, gate_node, "" if gate_form.name == "g" else f"log decay = {gate_form.name}")
+    if roles.initial_state is not None:
+        entries["initial_state"] = _role(analysis, roles.initial_state, "")
+    end = analysis.shadow.origin[region.output]
+    entries["o"] = _role(analysis, region.output, "")
+    return RegionReport(
+        name=f"attention_{number}",
+        family=roles.family,  # type: ignore[arg-type]
+        how="by meaning",
+        location=user_location(end),
+        roles=entries,
+        scale=f"{roles.scale:.6g}",
+        layout="; ".join(f"{kind.name.lower()} {kind.value}" for kind in (Canonical.KEY, Canonical.VALUE)),
+        notes=[f"{len(region.user_nodes)} nodes of your graph became one operator"],
+        check_error=match.error,
+        sizes_checked=list(match.sizes),
+    )
+
+
+def _role(analysis: Analysis, node: fx.Node, transform: str) -> Role:
+    user_node = analysis.shadow.origin.get(node)
+    if user_node is None:
+        user_node = next((u for u, a in analysis.shadow.inputs.items() if a is node), None)
+    sizes = ", ".join(str(s) for s in node.meta["val"].shape)
+    return Role(str(user_node or node), f"[{sizes}]", transform, user_location(user_node))

@@ -1,0 +1,297 @@
+"""A region: a part of the shadow graph with inputs, one output, and a meaning that can be computed.
+
+A candidate for recognition is the part of the graph between values that are local to a position and one MIXED
+value. `cut_region` finds it; `evaluate` runs it in float64 on the CPU on any values and at any sizes: every
+dimension is known by its axis, so a region that was traced with one length can be run with another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from zeco_compile.passes.analysis import Analysis, State
+from zeco_compile.passes.axes import Atom, Dim, Size
+
+aten = torch.ops.aten
+
+
+class CannotEvaluate(Exception):
+    """The region cannot be run at the sizes asked for; the message says why."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """`output` computed from `inputs` by `interior` (in order, `output` last)."""
+
+    output: fx.Node
+    inputs: tuple[fx.Node, ...]
+    interior: tuple[fx.Node, ...]
+    user_nodes: tuple[fx.Node, ...]
+    """The nodes of the user's graph that the interior belongs to."""
+
+    initial_state: fx.Node | None = None
+    """Where the region makes zeros for a state that it carries from step to step; with `final_state`, its value
+    after the last step, the region can be run piece by piece."""
+    final_state: fx.Node | None = None
+
+
+def cut_region(analysis: Analysis, output: fx.Node, limit: int) -> Region | None:
+    """The region that ends in `output` and begins at LOCAL values; None with more than `limit` inputs."""
+    origin = analysis.shadow.origin
+    inputs: dict[fx.Node, None] = {}
+    interior: set[fx.Node] = set()
+    stack = [output]
+    while stack:
+        node = stack.pop()
+        if node in interior:
+            continue
+        interior.add(node)
+        for source in node.all_input_nodes:
+            if not isinstance(source.meta.get("val"), torch.Tensor | list | tuple):
+                continue  # a size: computed from the sizes asked for
+            outside = source.op != "call_function" or origin.get(source) is not origin.get(node)
+            local = analysis.state(source) is State.LOCAL and not analysis.is_constant(source)
+            if outside and local:
+                inputs[source] = None
+                if len(inputs) > limit:
+                    return None
+            elif source.op == "call_function":
+                stack.append(source)
+            else:
+                return None
+    ordered = tuple(n for n in analysis.shadow.graph.nodes if n in interior)
+    user_nodes = tuple(dict.fromkeys(origin[n] for n in ordered if n in origin))
+    return Region(output, tuple(inputs), ordered, user_nodes)
+
+
+_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+
+
+def carrying(region: Region, analysis: Analysis) -> Iterator[Region]:
+    """The region with each way to read it as a loop that carries a state.
+
+    The state is made of zeros, without a sequence axis; what it has become after the last step is one of the last
+    values with the same axes that were computed from it. Which one, a run of two pieces will tell.
+    """
+    track = analysis.track
+    for node in region.interior:
+        full_of_zeros = node.target is aten.full.default and node.args[1] == 0
+        if not (node.target in _ZEROS or full_of_zeros) or track.sequence_dims(node):
+            continue
+        if not node.meta["val"].dtype.is_floating_point:
+            continue
+        following = {node}
+        dims = [track.axes.flat(d) for d in track.dims(node)]
+        alike = []
+        for other in region.interior:
+            if other not in following and any(s in following for s in other.all_input_nodes):
+                following.add(other)
+                value = other.meta.get("val")
+                if isinstance(value, torch.Tensor) and value.dim() == len(dims) and other is not region.output:
+                    if [track.axes.flat(d) for d in track.dims(other)] == dims:
+                        alike.append(other)
+        for last in reversed(alike[-_LAST_VALUES:]):
+            yield replace(region, initial_state=node, final_state=last)
+
+
+_LAST_VALUES = 6
+
+
+# --------------------------------------------------------------------------------------------------- evaluation
+
+
+@dataclass
+class Sizes:
+    """The sizes to run at: the length, and other sizes for some axes."""
+
+    analysis: Analysis
+    length: int
+    other: Mapping[Atom, int] = field(default_factory=dict)
+
+    def of_atom(self, atom: Atom) -> int:
+        if atom in self.other:
+            return self.other[atom]
+        return self.of_size(atom.size) if not atom.sequence else self._sequence(atom)
+
+    def _sequence(self, atom: Atom) -> int:
+        length = self.analysis.length
+        if isinstance(length, int):
+            if isinstance(atom.size, int) and atom.size != length and atom.window in (None, (0, 0)):
+                return atom.size  # a part of the sequence taken apart
+            return self.length + (int(atom.size) - length if atom.window else 0)
+        return self.of_size(atom.size)
+
+    def of_size(self, size: Size) -> int:
+        if isinstance(size, int):
+            return size
+        value = sympy.sympify(size).subs(self.substitutions())
+        if not value.is_Integer:
+            raise CannotEvaluate(f"the size {size} depends on more than the length")
+        return int(value)
+
+    def substitutions(self) -> dict[Any, int]:
+        length = self.analysis.length
+        out: dict[Any, int] = {} if isinstance(length, int) else {length: self.length}
+        for each in self.analysis.inputs:  # other symbols (a dynamic batch) as they are at hand
+            node = self.analysis.shadow.inputs.get(each.node)
+            value = None if node is None else node.meta["val"]
+            if isinstance(value, torch.Tensor):
+                real = self.analysis.example_inputs[each.index]
+                for fake_size, size in zip(value.shape, real.shape, strict=True):
+                    if isinstance(fake_size, torch.SymInt) and fake_size.node.expr.is_Symbol:
+                        out.setdefault(fake_size.node.expr, int(size))
+        return out
+
+    def of_dim(self, dim: Dim) -> int:
+        product = 1
+        for atom in self.analysis.track.axes.flat(dim):
+            product *= self.of_atom(atom)
+        return product
+
+    def shape(self, node: fx.Node) -> list[int]:
+        return [self.of_dim(dim) for dim in self.analysis.track.dims(node)]
+
+    @property
+    def as_traced(self) -> bool:
+        return not self.other and self.length == self.analysis.length
+
+
+def piecewise(region: Region, analysis: Analysis) -> bool:
+    """The region steps through the sequence: it can be run at multiples of its length only, by carrying on."""
+    return isinstance(analysis.length, int) and any(
+        action.kind in ("select", "slice", "scatter", "cat", "split")
+        for node in region.interior
+        for action in analysis.track.acts_along_sequence(node)
+    )
+
+
+def evaluate(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """The region's output in float64 for float64 `values` of its inputs. Raises CannotEvaluate."""
+    analysis = sizes.analysis
+    if not piecewise(region, analysis):
+        return _run(region, values, sizes, {})[region.output]
+    step = analysis.length
+    pieces, rest = divmod(sizes.length, step)
+    if rest or (pieces > 1 and region.final_state is None):
+        raise CannotEvaluate("a loop over the sequence can be run at multiples of its length only")
+    local = Sizes(analysis, step, sizes.other)
+    carried: dict[fx.Node, torch.Tensor] = {}
+    outputs = []
+    for piece in range(pieces):
+        part = {n: _rows(analysis, n, v, piece * step, step) for n, v in values.items()}
+        env = _run(region, part, local, carried)
+        outputs.append(env[region.output])
+        if region.initial_state is not None and region.final_state is not None:
+            carried = {region.initial_state: env[region.final_state]}
+    (along,) = analysis.track.sequence_dims(region.output)
+    return torch.cat(outputs, along)
+
+
+def _rows(analysis: Analysis, node: fx.Node, value: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    for dim in analysis.track.sequence_dims(node):
+        value = value.narrow(dim, start, count)
+    return value
+
+
+def _run(
+    region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Sizes, given: Mapping[fx.Node, torch.Tensor]
+) -> dict[fx.Node, Any]:
+    env: dict[fx.Node, Any] = dict(values)
+    last_use = {source: node for node in region.interior for source in node.all_input_nodes}
+    keep = {region.output, region.initial_state, region.final_state}
+    with torch.no_grad():
+        for node in region.interior:
+            env[node] = given[node] if node in given else _compute(node, env, sizes)
+            for source in node.all_input_nodes:
+                if last_use.get(source) is node and source not in keep and source not in values:
+                    env.pop(source, None)
+    return env
+
+
+_SIZED = {
+    aten.view.default: 1, aten._unsafe_view.default: 1, aten.reshape.default: 1, aten.expand.default: 1,
+    aten.zeros.default: 0, aten.ones.default: 0, aten.full.default: 0,
+    aten.empty.memory_format: 0, aten.new_zeros.default: 1, aten.new_ones.default: 1, aten.new_full.default: 1,
+}  # fmt: skip
+
+
+def _compute(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> Any:
+    def value_of(leaf: Any) -> Any:
+        if isinstance(leaf, torch.dtype):
+            return torch.float64 if leaf.is_floating_point else leaf
+        if isinstance(leaf, torch.device):
+            return torch.device("cpu")
+        if not isinstance(leaf, fx.Node):
+            return leaf
+        if leaf in env:
+            return env[leaf]
+        return _number(leaf, sizes)
+
+    target = node.target
+    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        raise CannotEvaluate(f"{target} is random")
+    args = list(pytree.tree_map(value_of, node.args))
+    kwargs = dict(pytree.tree_map(value_of, node.kwargs))
+    if isinstance(target, torch._ops.OpOverload):
+        _at_sizes(node, args, kwargs, sizes)
+        has_dtype = any(a.name == "dtype" for a in target._schema.arguments)
+        made = node.meta.get("val")
+        if has_dtype and isinstance(made, torch.Tensor) and kwargs.get("dtype") is None:
+            if not any(isinstance(a, torch.Tensor) for a in pytree.tree_leaves(args)):
+                kwargs["dtype"] = torch.float64 if made.dtype.is_floating_point else made.dtype
+        kwargs.pop("pin_memory", None)
+    if target in (aten.view.default, aten._unsafe_view.default):
+        target = aten.reshape.default  # the strides of the trace are not those of these values
+    try:
+        result = target(*args, **kwargs)  # type: ignore[operator]
+    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
+        raise CannotEvaluate(f"{node} ({target}): {error}") from error
+    return result
+
+
+def _at_sizes(node: fx.Node, args: list[Any], kwargs: dict[str, Any], sizes: Sizes) -> None:
+    """Replaces sizes that the trace had by those asked for."""
+    if sizes.as_traced:
+        return
+    target = node.target
+    if target in _SIZED:
+        args[_SIZED[target]] = sizes.shape(node)
+    elif target in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+        count = sizes.shape(node)[0]
+        start = args[0] if target is not aten.arange.default else 0
+        step = args[2] if target is aten.arange.start_step and len(args) > 2 else 1
+        end = start + step * count
+        args[:] = [end] if target is aten.arange.default else [start, end, *args[2:]]
+    elif target is aten.slice.Tensor and sizes.shape(node) == sizes.shape(node.args[0]):  # type: ignore[arg-type]
+        args[1:] = []  # all rows, whatever the numbers were
+
+
+def _number(node: fx.Node, sizes: Sizes) -> Any:
+    value = node.meta.get("val")
+    if isinstance(value, int | float | bool):
+        return value
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        number = sympy.sympify(value.node.expr).subs(sizes.substitutions())
+        if number.is_number:
+            return int(number) if isinstance(value, torch.SymInt) else float(number)
+    raise CannotEvaluate(f"the number {node} depends on more than the length")
+
+
+def largest_constant(nodes: Iterable[fx.Node]) -> int:
+    """The largest whole number written in the region outside of sizes: a band, a window, an offset."""
+    largest = 0
+    for node in nodes:
+        if node.target in _SIZED or node.target is aten.slice.Tensor:
+            continue
+        for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(leaf, int | float) and not isinstance(leaf, bool) and leaf == leaf:
+                if abs(leaf) < 2**20 and float(leaf).is_integer():
+                    largest = max(largest, abs(int(leaf)))
+    return largest

@@ -1,0 +1,272 @@
+"""From a region to q, k, v and g: who plays which role follows from how the output depends on each input.
+
+Nothing here looks at how the user spelled it. Each input is probed in float64: is the output affine in it? Which
+positions of the output move when one position of the input does? Which axes does it share with the output? Then
+
+- affine, moving only its own position: part of q;
+- affine, moving later positions too: part of v if it has an axis of the output that nothing but v has, else of k;
+- not affine, moving later positions: the gate, as the log decay itself, as the decay, or as another function of it.
+
+What comes out is a hypothesis (`Roles`). It counts only after `recognize` has compared the region with the
+recurrence on random values at several sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zeco_compile.kernels.recurrence import recurrent_gated_linear_attention
+from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.axes import Atom
+from zeco_compile.passes.layout import Canonical, CanonicalAxes, canonical_value, from_canonical_value
+from zeco_compile.passes.region import CannotEvaluate, Region, Sizes, evaluate
+
+TOLERANCE = 1e-9
+"""Relative difference in float64 up to which two computations are the same."""
+
+
+@dataclass(frozen=True)
+class GateForm:
+    """How an input becomes the log decay: `log_decay(z)`, valid for z drawn by `sample`.
+
+    `name` is for people, `emit` the name of the same computation in `rewrite`.
+    """
+
+    name: str
+    log_decay: Callable[[torch.Tensor], torch.Tensor]
+    low: float
+    high: float
+
+
+GATE_FORMS = (
+    GateForm("g", lambda z: z, -0.9, -0.05),
+    GateForm("log(a)", torch.log, 0.3, 0.97),
+    GateForm("-g", lambda z: -z, 0.05, 0.9),
+    GateForm("logsigmoid(z)", torch.nn.functional.logsigmoid, -1.0, 1.5),
+    GateForm("-exp(z)", lambda z: -torch.exp(z), -1.5, 0.3),
+    GateForm("-softplus(z)", lambda z: -torch.nn.functional.softplus(z), -1.5, 0.5),
+    GateForm("log(1 - z)", lambda z: torch.log1p(-z), 0.05, 0.7),
+    GateForm("z * log(2)", lambda z: z * 0.6931471805599453, -0.9, -0.05),
+)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """A hypothesis about a region. Inputs are ATen nodes; k and v are products of the inputs named."""
+
+    q: tuple[fx.Node, ...]
+    k: tuple[fx.Node, ...]
+    v: tuple[fx.Node, ...]
+    gate: fx.Node | None
+    form: GateForm | None
+    initial_state: fx.Node | None
+    axes: CanonicalAxes
+    scale: float = 1.0
+
+    @property
+    def is_running_sum(self) -> bool:
+        """Nothing but a sum over the positions so far."""
+        return self.gate is None and not self.q and not self.k and self.initial_state is None
+
+    @property
+    def family(self) -> str:
+        if self.gate is None:
+            return "none"
+        return self.axes.gate_family
+
+
+class NotLinearAttention(Exception):
+    """Why a region has no such roles."""
+
+
+class Probe:
+    """Runs a region on random values, and reports how its output depends on them."""
+
+    def __init__(self, region: Region, analysis: Analysis, sizes: Sizes, seed: int) -> None:
+        self.region, self.analysis, self.sizes = region, analysis, sizes
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def random(self, node: fx.Node, low: float, high: float) -> torch.Tensor:
+        unit = torch.rand(self.sizes.shape(node), generator=self.generator, dtype=torch.float64)
+        return unit * (high - low) + low
+
+    def normal(self, node: fx.Node) -> torch.Tensor:
+        return torch.randn(self.sizes.shape(node), generator=self.generator, dtype=torch.float64)
+
+    def run(self, values: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
+        return evaluate(self.region, values, self.sizes)
+
+
+def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Roles]:
+    """Hypotheses about the region, to be checked. Raises NotLinearAttention if there can be none."""
+    for node in region.inputs:
+        if not node.meta["val"].dtype.is_floating_point:
+            raise NotLinearAttention(f"it depends on `{node}`, which holds no real numbers")
+    probe = Probe(region, analysis, sizes, seed=1)
+    base, values = _finite_point(probe)
+    affine = {node for node in region.inputs if _is_affine(probe, values, base, node)}
+    moved = {node: _moves(probe, values, base, node) for node in region.inputs}
+    _refuse_the_unseen(region, moved)
+    track = analysis.track
+    along = {node: bool(track.sequence_dims(node)) for node in region.inputs}
+
+    readers = [n for n in region.inputs if n in affine and along[n] and moved[n] == "own"]
+    writers = [n for n in region.inputs if n in affine and along[n] and moved[n] == "later"]
+    gates = [n for n in region.inputs if n not in affine]
+    whole = [n for n in region.inputs if n in affine and not along[n]]
+    backwards = [n for n in region.inputs if moved[n] == "earlier"]
+    if backwards:
+        raise NotLinearAttention(f"positions depend on later ones through `{backwards[0]}`")
+    if any(moved[n] == "own" for n in gates):
+        raise NotLinearAttention(f"the output is no linear function of `{gates[0]}` at its own position")
+    if len(gates) > 1:
+        raise NotLinearAttention(f"several inputs enter nonlinearly: {', '.join(map(str, gates))}")
+    if not writers:
+        raise NotLinearAttention("nothing is carried from one position to later ones linearly")
+
+    output_atoms = _atoms(analysis, region.output)
+    outer = {a for n in (*gates, *readers) for a in _atoms(analysis, n)}
+    value_atoms = [a for a in output_atoms if a not in outer]
+    states = [n for n in whole if _is_state(analysis, n, value_atoms, output_atoms)]
+    for candidate_states in ([states[0]] if len(states) == 1 else [], []):
+        factors = [n for n in whole if n not in candidate_states]
+        # A factor that is the same at every position may stand on either side; it goes with q.
+        q = tuple(readers + [n for n in factors if not set(value_atoms) & set(_atoms(analysis, n))])
+        v = tuple(
+            [n for n in writers if set(value_atoms) & set(_atoms(analysis, n))]
+            + [n for n in factors if set(value_atoms) & set(_atoms(analysis, n))]
+        )
+        k = tuple(n for n in writers if n not in v)
+        axes = CanonicalAxes.find(analysis, region.output, q, k, v, gates[0] if gates else None, value_atoms)
+        if axes is None:
+            continue
+        state = candidate_states[0] if candidate_states else None
+        if not gates:
+            yield Roles(q, k, v, None, None, state, axes)
+        for form in GATE_FORMS if gates else ():
+            yield Roles(q, k, v, gates[0], form, state, axes)
+
+
+def check(region: Region, analysis: Analysis, roles: Roles, sizes: Sizes, seed: int) -> tuple[float, float]:
+    """(scale, relative difference) of the region against the recurrence on random values.
+
+    The scale is what the region's output is of the recurrence's; the difference is what remains after it.
+    """
+    probe = Probe(region, analysis, sizes, seed)
+    values = {node: probe.normal(node) for node in region.inputs}
+    if roles.gate is not None and roles.form is not None:
+        values[roles.gate] = probe.random(roles.gate, roles.form.low, roles.form.high)
+    found = probe.run(values)
+    expected = recurrence_of(roles, values, sizes)
+    if not (bool(torch.isfinite(found).all()) and bool(torch.isfinite(expected).all())):
+        return 0.0, float("inf")
+    norm = float((expected * expected).sum())
+    if norm == 0.0:
+        return 0.0, float("inf")
+    scale = float((found * expected).sum()) / norm
+    difference = float((found - scale * expected).abs().max()) / max(float(found.abs().max()), 1e-300)
+    return scale, difference
+
+
+def recurrence_of(roles: Roles, values: dict[fx.Node, torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """The recurrence on these values, in the shape of the region's output."""
+    axes = roles.axes
+    g = None
+    if roles.gate is not None and roles.form is not None:
+        g = canonical_value(axes, Canonical.GATE, [roles.gate], {roles.gate: roles.form.log_decay(values[roles.gate])}, sizes)
+    state = None
+    if roles.initial_state is not None:
+        state = canonical_value(axes, Canonical.STATE, [roles.initial_state], values, sizes)
+    o, _ = recurrent_gated_linear_attention(
+        canonical_value(axes, Canonical.KEY, roles.q, values, sizes),
+        canonical_value(axes, Canonical.KEY, roles.k, values, sizes),
+        canonical_value(axes, Canonical.VALUE, roles.v, values, sizes),
+        g,
+        scale=1.0,
+        initial_state=state,
+    )
+    return from_canonical_value(axes, o, sizes)
+
+
+# ------------------------------------------------------------------------------------------------------ probing
+
+
+def _finite_point(probe: Probe) -> tuple[torch.Tensor, dict[fx.Node, torch.Tensor]]:
+    """Values at which the region is finite: gates may want positive numbers, or negative ones."""
+    inputs = probe.region.inputs
+    for low, high in ((0.3, 0.9), (-0.9, -0.3)):
+        values = {node: probe.random(node, low, high) for node in inputs}
+        base = probe.run(values)
+        if bool(torch.isfinite(base).all()):
+            return base, values
+    for signs in itertools.product((1, -1), repeat=min(len(inputs), 5)):
+        values = {n: probe.random(n, 0.3, 0.9) * s for n, s in zip(inputs, (*signs, *([1] * len(inputs))), strict=False)}
+        base = probe.run(values)
+        if bool(torch.isfinite(base).all()):
+            return base, values
+    raise NotLinearAttention("it is not finite on ordinary values")
+
+
+def _is_affine(probe: Probe, values: dict[fx.Node, torch.Tensor], base: torch.Tensor, node: fx.Node) -> bool:
+    """Second differences vanish, in two directions of different length."""
+    for length in (0.11, 0.29):
+        step = probe.random(node, -length, length)
+        up = probe.run({**values, node: values[node] + step})
+        down = probe.run({**values, node: values[node] - step})
+        bend = (up + down - 2 * base).abs().max()
+        size = torch.stack([up.abs().max(), down.abs().max(), base.abs().max()]).max()
+        if not bool(bend <= TOLERANCE * size):
+            return False
+    return True
+
+
+def _moves(probe: Probe, values: dict[fx.Node, torch.Tensor], base: torch.Tensor, node: fx.Node) -> str:
+    """Which positions of the output move when one position of `node` does: "own", "later" (and perhaps own),
+    "earlier", "none"; for an input without a sequence axis, "all" or "none"."""
+    track = probe.analysis.track
+    (out_dim,) = track.sequence_dims(probe.region.output)
+    dims = track.sequence_dims(node)
+    if len(dims) > 1:
+        return "earlier"
+    changed: set[int] = set()
+    if not dims:
+        shifted = probe.run({**values, node: values[node] * 0.9})
+        return "all" if bool(((shifted - base).abs() > TOLERANCE * base.abs().max()).any()) else "none"
+    length = probe.sizes.length
+    at = length // 2
+    other = values[node].clone()
+    other.select(dims[0], at).mul_(0.83)
+    difference = (probe.run({**values, node: other}) - base).abs()
+    rows = difference.movedim(out_dim, 0).reshape(length, -1).amax(1)
+    changed = {i for i in range(length) if bool(rows[i] > TOLERANCE * base.abs().max())}
+    if not changed:
+        return "none"
+    if min(changed) < at:
+        return "earlier"
+    return "own" if changed == {at} else "later"
+
+
+def _refuse_the_unseen(region: Region, moved: dict[fx.Node, str]) -> None:
+    unseen = [str(n) for n, how in moved.items() if how == "none"]
+    if unseen:
+        raise NotLinearAttention(f"the output does not depend on its input {', '.join(unseen)} at the sizes probed")
+
+
+def _atoms(analysis: Analysis, node: fx.Node) -> list[Atom]:
+    """The axes of a value other than the sequence, in order."""
+    axes = analysis.track.axes
+    return [a for dim in analysis.track.dims(node) for a in axes.flat(dim) if not a.sequence]
+
+
+def _is_state(analysis: Analysis, node: fx.Node, value: Sequence[Atom], output: Sequence[Atom]) -> bool:
+    """A whole input with all the values' axes and one that the output lacks (or no axes to tell by)."""
+    atoms = _atoms(analysis, node)
+    return set(value) <= set(atoms) and any(a not in output for a in atoms)
+
+
+__all__ = ["CannotEvaluate", "GateForm", "NotLinearAttention", "Probe", "Roles", "check", "find_roles"]

@@ -1,0 +1,31 @@
+"""Reading an ATen node: arguments by name, tensor inputs, sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from zeco_compile.passes.axes import size_of
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """The argument called `name` in the op's schema, given or default."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    for index, parameter in enumerate(schema.arguments):
+        if parameter.name == name:
+            if index < len(node.args) and not parameter.kwarg_only:
+                return node.args[index]
+            if name in node.kwargs:
+                return node.kwargs[name]
+            return parameter.default_value if parameter.has_default_value() else default
+    return default
+
+
+def tensors(node: fx.Node) -> list[fx.Node]:
+    return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def shape(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(size_of(s) for s in node.meta["val"].shape)

@@ -1,0 +1,179 @@
+"""The shadow: the user's graph once more as functional ATen, for analysis only.
+
+Dynamo's graph keeps what must survive (checkpointing, autocast, mutation, ``autograd.Function``) and is what gets
+rewritten. But it holds a thousand spellings of the same thing, and in-place writes. So it is interpreted once
+under functionalisation and traced into ATen, composite ops taken apart, without being used for anything but
+reading. Every ATen node knows the node of the user's graph it came from, and every use of a value in the user's
+graph knows which ATen node holds that value *at that time*: an in-place loop writes `out` many times, and each
+reader means another version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.utils import _pytree as pytree
+
+from zeco_compile.passes import torch_private
+
+
+@dataclass
+class Shadow:
+    """The ATen graph and its ties to the user's graph.
+
+    ``origin``: ATen node -> node of the user's graph. ``inputs``: placeholder of the user's graph -> ATen
+    placeholder. ``value``: node of the user's graph -> ATen node(s) of its result when it was made (a pytree
+    with ATen nodes for tensors). ``reads``: (user node, argument node) -> the same for the value of the argument
+    when the user ran. ``groups``: user node -> its ATen nodes, in order.
+    """
+
+    graph: fx.Graph
+    origin: dict[fx.Node, fx.Node]
+    inputs: dict[fx.Node, fx.Node]
+    value: dict[fx.Node, Any]
+    reads: dict[tuple[fx.Node, fx.Node], Any]
+    groups: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+
+    def tensors_read(self, user: fx.Node, argument: fx.Node) -> list[fx.Node]:
+        """The ATen nodes of the tensors in `argument`, as `user` saw them."""
+        return [leaf for leaf in pytree.tree_leaves(self.reads.get((user, argument))) if isinstance(leaf, fx.Node)]
+
+    def tensors_made(self, node: fx.Node) -> list[fx.Node]:
+        """The ATen nodes of the tensors that `node` returned."""
+        return [leaf for leaf in pytree.tree_leaves(self.value.get(node)) if isinstance(leaf, fx.Node)]
+
+
+class _Recorder(fx.Interpreter):
+    """Runs the user's graph under tracing and notes what each node reads and makes."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.extra_traceback = False
+        self.origin: dict[fx.Node, fx.Node] = {}
+        self.inputs: dict[fx.Node, fx.Node] = {}
+        self.made: dict[fx.Node, Any] = {}
+        self.reads: dict[tuple[fx.Node, fx.Node], Any] = {}
+        self.aten_graph: fx.Graph | None = None
+        self._seen = 0
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "output":
+            self._note_reads(n)
+        elif n.op not in ("placeholder", "get_attr"):
+            self._note_reads(n)
+        result = super().run_node(n)
+        self._claim_new_nodes(n)
+        self.made[n] = self._aten(result)
+        if n.op == "placeholder" and isinstance(self.made[n], fx.Node):
+            self.inputs[n] = self.made[n]
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in _EINSUM and args and isinstance(args[0], str) and not kwargs:
+            operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+            return einsum_by_axes(args[0], list(operands))
+        return super().call_function(target, args, kwargs)
+
+    def _note_reads(self, n: fx.Node) -> None:
+        for argument in n.all_input_nodes:
+            self.reads[n, argument] = self._aten(self.env[argument])
+        self._claim_new_nodes(n)  # syncing a view may have added nodes
+
+    def _claim_new_nodes(self, n: fx.Node) -> None:
+        graph = torch_private.tracing_graph()
+        assert graph is not None, "the recorder runs only while a trace is being made"
+        self.aten_graph = graph
+        nodes = list(graph.nodes)
+        for node in nodes[self._seen :]:
+            if node.op != "placeholder":
+                self.origin[node] = n
+        self._seen = len(nodes)
+
+    def _aten(self, value: Any) -> Any:
+        return pytree.tree_map(torch_private.traced_node, value)
+
+
+_EINSUM = (torch.functional.einsum, torch.einsum)
+
+
+def einsum_by_axes(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
+    """`torch.einsum` as one broadcast product and one sum.
+
+    PyTorch's own way depends on which sizes are one, and mixes those axes with others: with one token per rank the
+    sequence would be lost. Nothing is computed here but axes, so the memory of the product does not matter.
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    ellipsis = max((t.dim() - len(s.replace("...", "")) for s, t in zip(terms, operands, strict=True)), default=0)
+    spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation][:ellipsis]
+
+    def spelled(term: str, dim: int | None) -> str:
+        if "..." not in term:
+            return term
+        count = ellipsis if dim is None else dim - (len(term) - 3)
+        return term.replace("...", "".join(spare[ellipsis - count :]))
+
+    terms = [spelled(s, t.dim()) for s, t in zip(terms, operands, strict=True)]
+    if arrow:
+        out = spelled(right, None)
+    else:
+        letters = "".join(terms)
+        out = "".join(spare) + "".join(sorted(c for c in set(letters) - set(spare) if letters.count(c) == 1))
+    if any(len(set(term)) < len(term) for term in terms) or len(set(out)) < len(out):
+        return torch.einsum(equation, *operands)  # a diagonal
+    summed = [c for c in dict.fromkeys("".join(terms)) if c not in out]
+    order = [*out, *summed]
+    product = None
+    for term, operand in zip(terms, operands, strict=True):
+        x = operand.permute([term.index(c) for c in order if c in term])
+        for position, letter in enumerate(order):
+            if letter not in term:
+                x = x.unsqueeze(position)
+        product = x if product is None else product * x
+    assert product is not None, "an einsum has operands"
+    return product.sum(list(range(len(out), len(order)))) if summed else product
+
+
+def build_shadow(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Shadow:
+    """Traces `gm` into functional ATen on fake tensors. `gm` stays as it is."""
+    fake_mode, fakes = torch_private.fake_inputs(gm, example_inputs)
+    recorder = _Recorder(gm)
+    with enable_python_dispatcher(), fake_mode, torch.no_grad():
+        traced = torch_private.trace_functional(recorder.run, fakes)
+    shadow = Shadow(traced.graph, recorder.origin, recorder.inputs, recorder.made, recorder.reads)
+    _simplify(shadow)
+    for node in shadow.graph.nodes:
+        if node in shadow.origin:
+            shadow.groups.setdefault(shadow.origin[node], []).append(node)
+    return shadow
+
+
+def _simplify(shadow: Shadow) -> None:
+    """Drops what functionalisation leaves behind: `copy(destination, source)`, whose value is the source's."""
+    replaced: dict[fx.Node, fx.Node] = {}
+    for node in shadow.graph.nodes:
+        if node.target is torch.ops.aten.copy.default:
+            destination, source = node.args[0], node.args[1]
+            same_shape = destination.meta["val"].shape == source.meta["val"].shape
+            same_dtype = destination.meta["val"].dtype == source.meta["val"].dtype
+            if same_shape and same_dtype:
+                node.replace_all_uses_with(source)
+                replaced[node] = source
+    shadow.graph.eliminate_dead_code()
+    alive = set(shadow.graph.nodes)
+
+    def current(leaf: Any) -> Any:
+        while isinstance(leaf, fx.Node) and leaf in replaced:
+            leaf = replaced[leaf]
+        return None if isinstance(leaf, fx.Node) and leaf not in alive else leaf
+
+    for table in (shadow.value, shadow.reads):
+        for key, tree in table.items():
+            table[key] = pytree.tree_map(current, tree)  # type: ignore[index]
+    for node in [node for node in shadow.origin if node not in alive]:
+        del shadow.origin[node]
