@@ -91,8 +91,11 @@ def halo(x: Tensor, dim: int, left: int, right: int, fill: float, group: str) ->
     dim = _dimension("halo", x, dim)
     _check_halo(x, left, right, fill)
     length = x.shape[dim]
-    out = _fresh_like(x, dim, left + length + right).fill_(_as_dtype(fill, x.dtype))
+    out = _fresh_like(x, dim, left + length + right)
+    value = _as_dtype(fill, x.dtype)
+    out.narrow(dim, 0, left).fill_(value)
     out.narrow(dim, left, length).copy_(x)
+    out.narrow(dim, left + length, right).fill_(value)
     if group == ONE_RANK or left + right == 0:
         return out
     communicator = communicator_for(group, x.device)
