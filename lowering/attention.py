@@ -14,7 +14,7 @@ Gradients are the adjoint of the distributed program, for the sum over ranks of 
 the initial state (the same on every rank) enters at the first rank, which alone gets its gradient, the others
 get zeros; the gradients of the final state (equal on every rank) are summed, and enter at the last rank.
 
-``group`` is a process group's name; ``""``, or a group of one, is one rank: same numbers, no scan. Layouts,
+``group`` is a process group's name; ``""`` is one rank: same numbers, no scan. Layouts,
 gates and dtypes are those of ``kernels/chunked.py``. The ops take any strides and return fresh contiguous
 tensors; their graphs do not depend on the rank.
 """
@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zeco_compile.kernels import chunked
 from zeco_compile.kernels.errors import InvalidShapes
 from zeco_compile.kernels.shapes import check_sizes, check_state, state_dtype
 from zeco_compile.lowering import all_scan, in_flight, op_log
 from zeco_compile.lowering.communicator import Job, communicator_for, members
+from zeco_compile.lowering.errors import SecondDerivative
 
 _library = torch.library.Library("zeco", "FRAGMENT")
 
@@ -291,7 +291,8 @@ class _GatedLinearAttention(torch.autograd.Function):
         group: str,
     ) -> tuple[Tensor, Tensor]:
         ops = torch.ops.zeco
-        several = members(group).world_size > 1
+        # Decided by the name, not by the size: graphs are cached, and a name's group may be larger next time.
+        several = group != ""
         state = log_decay = state_in = None
         if several or output_final_state or initial_state is not None:
             state, log_decay = ops.rank_state(k, v, g)
@@ -315,12 +316,18 @@ class _GatedLinearAttention(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, do: Tensor, dfinal: Tensor):
+        if torch.is_grad_enabled():
+            # once_differentiable would leave the path through q, k, v out in silence
+            raise SecondDerivative(
+                "zeco::gated_linear_attention was differentiated with create_graph=True, and second "
+                "derivatives through it are not implemented. Call backward() or torch.autograd.grad() "
+                "without create_graph, or run this model without the zeco backend."
+            )
         ops = torch.ops.zeco
         q, k, v, g, state_in, log_decay = ctx.saved_tensors
         scale, output_final_state, schedule, blocks, group = ctx.arguments
-        several = members(group).world_size > 1
+        several = group != ""
         entering = ops.final_state_backward(dfinal, group) if output_final_state else None
         dstate = dstate_out = None
         if several or ctx.initial_dtype is not None:
@@ -361,7 +368,9 @@ def _gated_linear_attention(
     ``blocks`` below 1 means the default. Returns o [B, T, H, V] in q's dtype, and the state after the whole
     sequence [B, H, K, V] in the state dtype, equal on every rank (an empty tensor when not asked for).
 
-    Raises InvalidShapes, InvalidSchedule, GroupNotFound, NeighbourLost.
+    Differentiable once, in q, k, v, g and the initial state.
+
+    Raises InvalidShapes, InvalidSchedule, GroupNotFound, NeighbourLost; SecondDerivative from the backward.
     """
     if g is not None and g.dim() == 1:
         if g.shape[0] != q.shape[2]:

@@ -161,16 +161,19 @@ class _WorkerJob(Job[T]):
 class _StreamJob(Job[T]):
     """Work enqueued on a side stream. ``keep`` are tensors that it reads: freed when the job goes."""
 
-    def __init__(self, result: T, event: torch.cuda.Event, keep: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, result: T, event: torch.cuda.Event, device: torch.device, keep: Sequence[torch.Tensor]
+    ) -> None:
         self._result = result
         self._event = event
+        self._device = device
         self._keep = tuple(keep)
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> T:
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._event)
         for tensor in _tensors(self._result):
             # made on the side stream, used from here on by this one: the allocator has to know
@@ -418,7 +421,7 @@ class Communicator:
         self._jobs_made = 0
         self._error: NeighbourLost | None = None
         self._queue: queue.SimpleQueue[_WorkerJob | None] | None = None
-        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._side: torch.cuda.Stream | None = None
         self._lock = threading.Lock()
         self._pg: dist.ProcessGroup | None = self._connect(count)
 
@@ -457,7 +460,7 @@ class Communicator:
         return rank
 
     def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor on the wire's device, never the same object's memory as a CPU input."""
+        """A contiguous tensor on the wire's device; on the CPU a copy, so that the caller may reuse his."""
         tensor = tensor.detach()
         if self.wire == "nccl":
             return tensor.contiguous()
@@ -563,11 +566,10 @@ class Communicator:
         return Link(self, label, operation, reverse)
 
     def _enqueue(self, link: Link, work: Callable[[Link], T], reads: Sequence[torch.Tensor]) -> Job[T]:
-        index = torch.cuda.current_device()
-        side = self._streams.get(index)
-        if side is None:
-            side = self._streams[index] = torch.cuda.Stream(priority=-1)
-        side.wait_stream(torch.cuda.current_stream())
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device, priority=-1)
+        side = self._side
+        side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side), torch.no_grad():
             result = work(link)
             event = torch.cuda.Event()
@@ -575,7 +577,7 @@ class Communicator:
         for tensor in reads:
             # if the job is dropped without a wait, the memory still must not be reused before side is through
             tensor.record_stream(side)
-        return _StreamJob(result, event, reads)
+        return _StreamJob(result, event, self.device, reads)
 
 
 def _work(jobs: queue.SimpleQueue[_WorkerJob | None]) -> None:

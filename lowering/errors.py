@@ -86,3 +86,7 @@ class RanksDisagree(ZecoError):
 
 class UnequalShards(ZecoError):
     """The ranks hold slices of the sequence that differ in length."""
+
+
+class SecondDerivative(ZecoError):
+    """The backward was asked for a graph of itself (``create_graph=True``), which it does not have."""

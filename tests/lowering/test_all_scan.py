@@ -1,0 +1,179 @@
+"""Every scan algorithm against the sequential scan, on real processes; and the bytes it sends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zeco_compile.lowering import all_scan, communicator, volume
+from zeco_compile.lowering.errors import InvalidSchedule
+
+SCHEDULES = sorted(all_scan.ALGORITHMS)
+
+
+def zeco():
+    """torch.ops.zeco. Functions that go to another process by value cannot say ``torch.ops`` themselves."""
+    import torch as imported
+
+    return imported.ops.zeco
+
+
+def _case(seed: int, world_size: int, width: int, with_boundary: bool, sizes: tuple[int, ...]):
+    draw = torch.Generator().manual_seed(seed)
+    batch, heads, key_dim, _ = sizes
+    states = torch.randn(world_size, *sizes, generator=draw, dtype=torch.float64)
+    decays = -torch.rand(world_size, batch, heads, key_dim if width else 1, generator=draw).double()
+    boundary = torch.randn(sizes, generator=draw, dtype=torch.float64) if with_boundary else None
+    return states, decays, boundary
+
+
+def _sequential(states, decays, boundary, reverse: bool):
+    order = list(range(len(states)))
+    if reverse:
+        order.reverse()
+    state_in = torch.zeros_like(states[0]) if boundary is None else boundary
+    out = [state_in] * len(states)
+    for rank in order:
+        out[rank] = state_in
+        state_in = decays[rank].exp().unsqueeze(-1) * state_in + states[rank]
+    return out
+
+
+def _errors(rank: int, cases: list[tuple]) -> list[tuple[float, int, str]]:
+    """Largest error and bytes sent by this rank, for each case, all in flight together."""
+    world = dist.group.WORLD
+    assert world is not None
+    name = world.group_name
+    ops = zeco()
+    started = []
+    for case in cases:
+        schedule, blocks, reverse, seed, width, with_boundary, sizes = case
+        states, decays, boundary = _case(seed, dist.get_world_size(), width, with_boundary, sizes)
+        token = ops.scan_start(states[rank], decays[rank], boundary, reverse, schedule, blocks, name)
+        started.append((token, states[rank], decays[rank], _sequential(states, decays, boundary, reverse)))
+    errors = []
+    for token, state, decay, expected in started:
+        got = ops.scan_wait(token, state, decay, name)
+        assert got.is_contiguous()
+        errors.append(float((got - expected[rank]).abs().max()))
+    # bytes, one case at a time
+    sent = []
+    for schedule, blocks, reverse, seed, width, with_boundary, sizes in cases:
+        states, decays, boundary = _case(seed, dist.get_world_size(), width, with_boundary, sizes)
+        volume.reset()
+        token = ops.scan_start(states[rank], decays[rank], boundary, reverse, schedule, blocks, name)
+        ops.scan_wait(token, states[rank], decays[rank], name)
+        sent.append(sum(volume.sent().values()))
+    return list(zip(errors, sent, strict=True))
+
+
+def _all_cases(full: bool) -> list[tuple]:
+    sizes = [(1, 1, 1, 1), (2, 3, 5, 4), (1, 2, 8, 3)] if full else [(2, 3, 5, 4)]
+    return [
+        (schedule, blocks, reverse, seed, width, with_boundary, size)
+        for seed, size in enumerate(sizes)
+        for schedule in SCHEDULES
+        for blocks in ((1, 2, 3, 100) if schedule == "all_scan" else (0,))
+        for reverse in (False, True)
+        for width in (0, 1)
+        for with_boundary in (False, True)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7, 8])
+def test_equal_to_the_sequential_scan_and_bytes_as_computed(ranks, fresh_ranks, world_size):
+    cases = _all_cases(full=world_size <= 4)
+    pool = ranks(world_size) if world_size <= 4 else fresh_ranks(world_size)
+    out = pool.run(_errors, cases)
+    for number, case in enumerate(cases):
+        schedule, _, reverse, _, width, _, (batch, heads, key_dim, value_dim) = case
+        size = volume.LayerSize(
+            batch=batch,
+            length=1,
+            heads=heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            decay_width=key_dim if width else 1,
+            value_bytes=8,
+            state_bytes=8,
+        )
+        for rank in range(world_size):
+            error, sent = out[rank][number]
+            assert error <= 1e-12, (case, rank, error)
+            place = world_size - 1 - rank if reverse else rank
+            assert sent == volume.schedule_bytes(schedule, size, place, world_size), (case, rank)
+            if schedule in ("all_scan", "lasp1"):
+                assert sent == (size.state if place < world_size - 1 else 0), (case, rank)
+
+
+def _different_dtypes(rank: int) -> list[float]:
+    world = dist.group.WORLD
+    assert world is not None
+    name = world.group_name
+    out = []
+    for dtype in (torch.float32, torch.float64):
+        state = torch.full((1, 1, 4, 2), float(rank + 1), dtype=dtype)
+        decay = torch.full((1, 1, 4), -1.0, dtype=dtype)
+        # strided inputs, and a boundary of another dtype
+        state = state.transpose(2, 3).contiguous().transpose(2, 3)
+        boundary = torch.ones(1, 1, 4, 2, dtype=torch.bfloat16)
+        token = zeco().scan_start(state, decay, boundary, False, "all_scan", 2, name)
+        got = zeco().scan_wait(token, state, decay, name)
+        assert got.dtype == dtype
+        expected = torch.ones(1, dtype=dtype)
+        for earlier in range(rank):
+            expected = torch.exp(torch.tensor(-1.0, dtype=dtype)) * expected + earlier + 1
+        out.append(float((got - expected).abs().max()))
+    return out
+
+
+def test_dtypes_and_strides(ranks):
+    for single, double in ranks(3).run(_different_dtypes):
+        assert single < 1e-6
+        assert double < 1e-14
+
+
+def _caller_reuses_its_memory(rank: int) -> float:
+    world = dist.group.WORLD
+    assert world is not None
+    name = world.group_name
+    import time
+
+    state, decay = torch.full((1, 1, 64, 64), float(rank + 1)), torch.zeros(1, 1, 64)
+    if rank == 0:
+        time.sleep(0.2)  # so that the others' scans are still in flight when they overwrite their state
+    token = zeco().scan_start(state, decay, None, False, "all_scan", 4, name)
+    kept = state.clone()
+    state.fill_(float("nan"))
+    got = zeco().scan_wait(token, kept, decay, name)
+    return float((got - sum(range(1, rank + 1))).abs().max())
+
+
+def test_start_copies_what_it_sends(ranks):
+    assert ranks(4).run(_caller_reuses_its_memory) == [0.0] * 4
+
+
+def test_names():
+    assert all_scan.resolve_schedule("auto") == "all_scan"
+    for name in SCHEDULES:
+        assert all_scan.resolve_schedule(name) == name
+    with pytest.raises(InvalidSchedule, match=r"'fastest'.*all_scan, all_scan_tree, lasp1, lasp2, or 'auto'"):
+        all_scan.resolve_schedule("fastest")
+    with pytest.raises(InvalidSchedule):
+        zeco().scan_start(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1), None, False, "auto", 0, "")
+
+
+def test_default_blocks():
+    assert all_scan.default_blocks(1 << 30, 128, 2) == 1
+    assert all_scan.default_blocks(1000, 128, 4) == 1
+    assert all_scan.default_blocks(1 << 20, 128, 4) == 4
+    assert all_scan.default_blocks(1 << 30, 128, 4) == 8
+    assert all_scan.default_blocks(1 << 30, 3, 4) == 3
+
+
+def test_a_communicator_is_not_made_for_one_rank():
+    token = zeco().scan_start(torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2), None, False, "lasp2", 0, "")
+    got = zeco().scan_wait(token, torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2), "")
+    assert (got == 0).all()
+    assert not communicator._registry._entries
