@@ -12,13 +12,12 @@ states on their way, and on CUDA they do not touch the stream.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -60,7 +59,8 @@ def check_agreement(group: str, key: str, payload: dict[str, Any], lengths: Sequ
     text = json.dumps([key, _canonical(payload)]).encode()
     if group == ONE_RANK:
         return
-    with _control(group) as control:
+    control = _control(group)
+    with control.lock:
         headers = control.exchange(_AGREEMENT, text, 0, lengths)
         texts = control.gather_texts(text, [header[1] for header in headers])
     _raise_for_payloads(group, [json.loads(each) for each in texts])
@@ -75,7 +75,8 @@ def check_lengths(group: str, lengths: Sequence[int], key: str = "") -> None:
     """
     if group == ONE_RANK:
         return
-    with _control(group) as control:
+    control = _control(group)
+    with control.lock:
         control.exchange(_LENGTHS, *_encoded(key), lengths)
 
 
@@ -92,7 +93,6 @@ class _Control:
         self.prefix = f"zeco/control/{name}/{generation}"
         self.broken = ""
         self.lock = threading.Lock()
-        self.header = torch.zeros(_HEADER, dtype=torch.int64)
         self.headers = torch.zeros(self.size * _HEADER, dtype=torch.int64)
         self.gloo: dist.ProcessGroup | None = None
 
@@ -102,9 +102,8 @@ class _Control:
         ``text`` is not sent, only its size; ``identity`` stands for it where it has to be equal everywhere.
         """
         header = [check, len(text), identity, len(lengths), *lengths[:_INLINE]]
-        self.header[: len(header)] = torch.tensor(header, dtype=torch.int64)
-        self.header[len(header) :] = 0
-        self._all_gather(self.headers, self.header)
+        header += [0] * (_HEADER - len(header))
+        self._all_gather(self.headers, torch.tensor(header, dtype=torch.int64))
         rows = self.headers.view(self.size, _HEADER).tolist()
         first = rows[0]
         if all(row[0] == first[0] and row[2:] == first[2:] for row in rows):
@@ -215,19 +214,22 @@ _controls: dict[str, _Control] = {}
 _controls_lock = threading.Lock()
 
 
-@contextlib.contextmanager
-def _control(name: str) -> Iterator[_Control]:
-    """The control group of process group ``name``, made at the first check, held by one thread at a time."""
+def _control(name: str) -> _Control:
+    """The control group of process group ``name``, made at the first check. Hold its lock to use it."""
+    control = _controls.get(name)
+    try:
+        if control is not None and torch_private.resolve_process_group(name) is control.main:
+            return control
+    except (RuntimeError, KeyError):
+        del _controls[name]
     members(name)  # says what is wrong if there is no such group (any more)
-    main = torch_private.resolve_process_group(name)
     with _controls_lock:
         control = _controls.get(name)
-        if control is None or control.main is not main:
+        if control is None or control.main is not torch_private.resolve_process_group(name):
             same_store = control is not None and control.store is torch_private.default_store()
             generation = control.generation + 1 if control is not None and same_store else 0
             control = _controls[name] = _Control(name, generation)
-    with control.lock:
-        yield control
+    return control
 
 
 @lru_cache(maxsize=1024)

@@ -31,13 +31,11 @@ class RankFailed(AssertionError):
 class RankPool:
     """``world_size`` processes of one gloo world with the given timeout of its process group."""
 
-    def __init__(
-        self, world_size: int, timeout_seconds: float = 60.0, environment: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, world_size: int, timeout_seconds: float = 60.0) -> None:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory()
         one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        environment = {**os.environ, **one_thread, **(environment or {})}
+        environment = {**os.environ, **one_thread}
         with Listener(family="AF_UNIX") as listener:
             self._processes = [
                 subprocess.Popen(

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
-import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,34 +11,6 @@ import torch.distributed as dist
 
 from zeco_compile.lowering import agreement, groups
 from zeco_compile.lowering.errors import RanksDisagree, UnequalShards
-
-
-def _load_rank_pool() -> Any:
-    path = Path(__file__).with_name("rank_pool.py")
-    spec = importlib.util.spec_from_file_location("zeco_rank_pool", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault("zeco_rank_pool", module)
-    spec.loader.exec_module(module)
-    return module
-
-
-RankPool = _load_rank_pool().RankPool
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Any]:
-    made: dict[int, Any] = {}
-
-    def pool(world_size: int) -> Any:
-        if world_size not in made:
-            made[world_size] = RankPool(world_size)
-        return made[world_size]
-
-    yield pool
-    for each in made.values():
-        each.close()
 
 
 def _errors(pool: Any, function: Any, *args: Any) -> list[Exception]:
@@ -73,8 +41,8 @@ def _same_error(results: list[Exception], kind: type[Exception]) -> str:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_ranks_pass(pools: Any, world_size: int) -> None:
-    pool = pools(world_size)
+def test_equal_ranks_pass(ranks: Any, world_size: int) -> None:
+    pool = ranks(world_size)
     lengths = (5, 0, 2**40)
     assert pool.run(_lengths_of, [lengths] * world_size) == [None] * world_size
     assert pool.run(_lengths_of, [()] * world_size) == [None] * world_size
@@ -84,56 +52,56 @@ def test_equal_ranks_pass(pools: Any, world_size: int) -> None:
     assert pool.run(_agree_on, [{}] * world_size, [""] * world_size) == [None] * world_size
 
 
-def test_order_of_a_dict_does_not_matter(pools: Any) -> None:
+def test_order_of_a_dict_does_not_matter(ranks: Any) -> None:
     payloads = [{"a": {"x": 1, "y": 2}, "b": 1}, {"b": 1, "a": {"y": 2, "x": 1}}]
-    assert pools(2).run(_agree_on, payloads, ["k", "k"]) == [None, None]
+    assert ranks(2).run(_agree_on, payloads, ["k", "k"]) == [None, None]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_one_token_less(pools: Any, world_size: int) -> None:
+def test_one_token_less(ranks: Any, world_size: int) -> None:
     lengths = [(16,)] * (world_size - 1) + [(15,)]
-    text = _same_error(_errors(pools(world_size), _lengths_of, lengths), UnequalShards)
+    text = _same_error(_errors(ranks(world_size), _lengths_of, lengths), UnequalShards)
     others = "rank 0: 16" if world_size == 2 else f"ranks {', '.join(map(str, range(world_size - 1)))}: 16"
     assert f"rank {world_size - 1}: 15" in text
     assert others in text
 
 
-def test_lengths_differ_beyond_the_header(pools: Any) -> None:
+def test_lengths_differ_beyond_the_header(ranks: Any) -> None:
     lengths = [(4,) * 30, (4,) * 29 + (5,), (4,) * 30]
-    text = _same_error(_errors(pools(3), _lengths_of, lengths), UnequalShards)
+    text = _same_error(_errors(ranks(3), _lengths_of, lengths), UnequalShards)
     assert "rank 1: (4, 4," in text
 
 
-def test_number_of_lengths_differs(pools: Any) -> None:
-    text = _same_error(_errors(pools(2), _lengths_of, [(4, 4), (4,)]), UnequalShards)
+def test_number_of_lengths_differs(ranks: Any) -> None:
+    text = _same_error(_errors(ranks(2), _lengths_of, [(4, 4), (4,)]), UnequalShards)
     assert "rank 0: 2 lengths (4, 4)" in text
     assert "rank 1: 1 lengths (4,)" in text
 
 
-def test_after_a_disagreement_the_group_still_works(pools: Any) -> None:
-    pool = pools(2)
+def test_after_a_disagreement_the_group_still_works(ranks: Any) -> None:
+    pool = ranks(2)
     _errors(pool, _lengths_of, [(4,), (5,)])
     assert pool.run(_lengths_of, [(4,), (4,)]) == [None, None]
 
 
-def test_payloads_differ(pools: Any) -> None:
+def test_payloads_differ(ranks: Any) -> None:
     payloads = [{"options": "a", "graph": "g"}, {"options": "b", "graph": "g"}, {"options": "a", "extra": 1}]
-    text = _same_error(_errors(pools(3), _agree_on, payloads, ["layer"] * 3), RanksDisagree)
+    text = _same_error(_errors(ranks(3), _agree_on, payloads, ["layer"] * 3), RanksDisagree)
     assert "options: rank 1: b; ranks 0, 2: a" in text
     assert "graph: rank 2: (absent); ranks 0, 1: g" in text
     assert 'extra: rank 2: "1"' not in text
     assert "extra: rank 2: 1" in text
 
 
-def test_long_values_that_differ_at_their_end(pools: Any) -> None:
+def test_long_values_that_differ_at_their_end(ranks: Any) -> None:
     payloads = [{"graph": "x" * 5000 + end} for end in "ab"]
-    text = _same_error(_errors(pools(2), _agree_on, payloads, ["k", "k"]), RanksDisagree)
+    text = _same_error(_errors(ranks(2), _agree_on, payloads, ["k", "k"]), RanksDisagree)
     assert "first difference" in text
     assert len(text) < 2000
 
 
-def test_keys_differ(pools: Any) -> None:
-    text = _same_error(_errors(pools(2), _agree_on, [{}, {}], ["graph 0", "graph 1"]), RanksDisagree)
+def test_keys_differ(ranks: Any) -> None:
+    text = _same_error(_errors(ranks(2), _agree_on, [{}, {}], ["graph 0", "graph 1"]), RanksDisagree)
     assert "graph 0" in text
     assert "graph 1" in text
 
@@ -146,13 +114,13 @@ def _one_compiles(rank: int, lengths: list[int]) -> None:
         agreement.check_lengths(name, (lengths[rank],))
 
 
-def test_one_compiles_again_while_the_others_run(pools: Any) -> None:
-    text = _same_error(_errors(pools(3), _one_compiles, [8, 8, 8]), RanksDisagree)
+def test_one_compiles_again_while_the_others_run(ranks: Any) -> None:
+    text = _same_error(_errors(ranks(3), _one_compiles, [8, 8, 8]), RanksDisagree)
     assert "rank 1: compiles; ranks 0, 2: runs a compiled graph" in text
 
 
-def test_one_compiles_again_since_its_length_differs(pools: Any) -> None:
-    text = _same_error(_errors(pools(3), _one_compiles, [8, 7, 8]), UnequalShards)
+def test_one_compiles_again_since_its_length_differs(ranks: Any) -> None:
+    text = _same_error(_errors(ranks(3), _one_compiles, [8, 7, 8]), UnequalShards)
     assert "rank 1: 7; ranks 0, 2: 8" in text
 
 
@@ -160,13 +128,13 @@ def _graphs(rank: int) -> None:
     agreement.check_lengths(groups.resolve_group(), (4,), key=f"graph {rank}")
 
 
-def test_ranks_run_different_graphs(pools: Any) -> None:
-    text = _same_error(_errors(pools(2), _graphs), RanksDisagree)
+def test_ranks_run_different_graphs(ranks: Any) -> None:
+    text = _same_error(_errors(ranks(2), _graphs), RanksDisagree)
     assert "rank 0: graph 0; rank 1: graph 1" in text
 
 
-def test_payload_that_cannot_be_compared(pools: Any) -> None:
-    results = _errors(pools(2), _agree_on, [{"a": object()}] * 2, ["k", "k"])
+def test_payload_that_cannot_be_compared(ranks: Any) -> None:
+    results = _errors(ranks(2), _agree_on, [{"a": object()}] * 2, ["k", "k"])
     assert [type(result) for result in results] == [TypeError] * 2
     with pytest.raises(TypeError, match="not object"):
         agreement.check_agreement("", "k", {"a": object()})
@@ -183,9 +151,9 @@ def _in_subgroup(rank: int, lengths: list[int]) -> None:
     agreement.check_lengths(groups.resolve_group(mine), (lengths[rank],))
 
 
-def test_groups_inside_the_world(pools: Any) -> None:
-    assert pools(4).run(_in_subgroup, [4, 5, 4, 5]) == [None] * 4
-    results = pools(4).run(_in_subgroup, [4, 5, 4, 6], errors=True, seconds=30)
+def test_groups_inside_the_world(ranks: Any) -> None:
+    assert ranks(4).run(_in_subgroup, [4, 5, 4, 5]) == [None] * 4
+    results = ranks(4).run(_in_subgroup, [4, 5, 4, 6], errors=True, seconds=30)
     assert results[0] is None
     assert results[2] is None
     text = _same_error([results[1], results[3]], UnequalShards)
@@ -202,8 +170,8 @@ def _timed(rank: int, calls: int) -> float:
     return statistics.median(times)
 
 
-def test_lengths_are_cheap_to_compare(pools: Any) -> None:
-    medians = pools(2).run(_timed, 300)
+def test_lengths_are_cheap_to_compare(ranks: Any) -> None:
+    medians = ranks(2).run(_timed, 300)
     print(f"check_lengths on 2 gloo ranks: median {1e6 * max(medians):.0f} µs")
     assert max(medians) < 0.02  # some hundred µs; the bound allows for a busy machine
 
@@ -223,35 +191,29 @@ def _after_a_round(rank: int, check: str) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("check", ["lengths", "agreement"])
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "never-connected"])
-def test_a_rank_that_never_calls(check: str, connected: bool) -> None:
-    pool = RankPool(3, timeout_seconds=3)
-    try:
-        if connected:
-            pool.run(_nothing)
-        results = pool.run(_after_a_round, check, ranks=[0, 2], seconds=60)
-        for rank in (0, 2):
-            kind, text, seconds = results[rank]
-            assert kind == "RankMissing"
-            assert "missing: rank 1." in text
-            assert seconds < 3 + agreement._REPORT_SECONDS + 3
-        # The group is done for; the next check says so without waiting, also to the rank that comes late.
-        for kind, _, seconds in pool.run(_after_a_round, check, seconds=60):
-            assert kind == "RankMissing"
-            assert seconds < 1
-    finally:
-        pool.close()
-
-
-def test_a_rank_that_dies() -> None:
-    pool = RankPool(3, timeout_seconds=60)
-    try:
+def test_a_rank_that_never_calls(fresh_ranks: Any, check: str, connected: bool) -> None:
+    pool = fresh_ranks(3, 3)
+    if connected:
         pool.run(_nothing)
-        pool.kill(1)
-        results = pool.run(_after_a_round, "lengths", ranks=[0, 2], seconds=60)
-        for rank in (0, 2):
-            kind, text, seconds = results[rank]
-            assert kind == "RankMissing"
-            assert "missing: rank 1." in text
-            assert seconds < 10
-    finally:
-        pool.close()
+    results = pool.run(_after_a_round, check, ranks=[0, 2], seconds=60)
+    for rank in (0, 2):
+        kind, text, seconds = results[rank]
+        assert kind == "RankMissing"
+        assert "missing: rank 1." in text
+        assert seconds < 3 + agreement._REPORT_SECONDS + 3
+    # The group is done for; the next check says so without waiting, also to the rank that comes late.
+    for kind, _, seconds in pool.run(_after_a_round, check, seconds=60):
+        assert kind == "RankMissing"
+        assert seconds < 1
+
+
+def test_a_rank_that_dies(fresh_ranks: Any) -> None:
+    pool = fresh_ranks(3, 60)
+    pool.run(_nothing)
+    pool.kill(1)
+    results = pool.run(_after_a_round, "lengths", ranks=[0, 2], seconds=60)
+    for rank in (0, 2):
+        kind, text, seconds = results[rank]
+        assert kind == "RankMissing"
+        assert "missing: rank 1." in text
+        assert seconds < 10

@@ -6,11 +6,9 @@ by autograd through the whole-sequence computation.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,35 +21,6 @@ from zeco_compile.lowering import agreement, exchange, volume
 from zeco_compile.lowering.communicator import members
 from zeco_compile.lowering.errors import CommunicatorUnavailable, NeighbourLost, UnequalShards
 from zeco_compile.lowering.groups import resolve_group
-
-
-def _load_rank_pool() -> Any:
-    path = Path(__file__).with_name("rank_pool.py")
-    spec = importlib.util.spec_from_file_location("zeco_rank_pool", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault("zeco_rank_pool", module)
-    spec.loader.exec_module(module)
-    return module
-
-
-RankPool = _load_rank_pool().RankPool
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Any]:
-    made: dict[int, Any] = {}
-
-    def pool(world_size: int) -> Any:
-        if world_size not in made:
-            made[world_size] = RankPool(world_size)
-        return made[world_size]
-
-    yield pool
-    for each in made.values():
-        each.close()
-
 
 # --- the same on the whole sequence: lists with one entry a rank
 # ---------------------------------------------
@@ -200,18 +169,18 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_halo_of_every_width(pools: Any, world_size: int) -> None:
+def test_halo_of_every_width(ranks: Any, world_size: int) -> None:
     cases = []
     for length in (1, 2, 3):
         for left, right in [(0, 0), (1, 0), (3, 0), (4, 0), (0, 1), (0, 4), (2, 1), (5, 7), (13, 11)]:
             cases.append(_case("halo", (1, left, right, 0.0), (2, length, 3), world_size))
             cases.append(_case("halo_backward", (1, left, right), (2, left + length + right, 3), world_size))
-    _check(pools(world_size), cases)
+    _check(ranks(world_size), cases)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_op_dtype_dimension_and_layout(pools: Any, world_size: int, dtype: torch.dtype) -> None:
+def test_every_op_dtype_dimension_and_layout(ranks: Any, world_size: int, dtype: torch.dtype) -> None:
     cases = []
     shape = (2 * world_size, 4 * world_size, world_size)
     for layout in ("plain", "reversed", "every other"):
@@ -233,14 +202,14 @@ def test_every_op_dtype_dimension_and_layout(pools: Any, world_size: int, dtype:
                     ("scatter_sum", (dim,)),
                 ]
             cases += [_case(op, args, shape, world_size, dtype, layout) for op, args in asked]
-    _check(pools(world_size), cases)
+    _check(ranks(world_size), cases)
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 1), (2, 0, 3), (0, 3)])
-def test_odd_shapes(pools: Any, shape: tuple[int, ...]) -> None:
+def test_odd_shapes(ranks: Any, shape: tuple[int, ...]) -> None:
     dim = len(shape) - 1
     _check(
-        pools(3),
+        ranks(3),
         [
             _case("halo", (dim, 2, 1, 0.0), shape, 3),
             _case("gather_sequence", (dim,), shape, 3),
@@ -251,15 +220,15 @@ def test_odd_shapes(pools: Any, shape: tuple[int, ...]) -> None:
     )
 
 
-def test_scalars(pools: Any) -> None:
-    _check(pools(2), [_case("all_sum", (), (), 2), _case("from_rank", (1,), (), 2)])
+def test_scalars(ranks: Any) -> None:
+    _check(ranks(2), [_case("all_sum", (), (), 2), _case("from_rank", (1,), (), 2)])
 
 
-def test_halves_are_summed_in_float32(pools: Any) -> None:
+def test_halves_are_summed_in_float32(ranks: Any) -> None:
     """256 + 1 + 1 + 1 in bfloat16 is 256 if every step is rounded."""
     xs = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 2.0)]
     cases = [("all_sum", xs, None, (), "plain"), ("sum_to_rank", xs, None, (0,), "plain")]
-    results = pools(4).run(_on_rank, cases)
+    results = ranks(4).run(_on_rank, cases)
     assert [result[0][0].item() for result in results] == [260.0] * 4
     assert results[0][1][0].item() == 260.0
 
@@ -276,19 +245,19 @@ def _maximum(rank: int, xs: list[Tensor]) -> tuple[Tensor, str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_maximum(pools: Any, world_size: int) -> None:
+def test_maximum(ranks: Any, world_size: int) -> None:
     xs = [torch.randn(4, 3).t() for _ in range(world_size)]
     xs[-1][1, 2] = float("nan")
     xs[0][0, 0] = float("-inf")
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         mine = [x.to(dtype) for x in xs]
-        for result, error in pools(world_size).run(_maximum, mine):
+        for result, error in ranks(world_size).run(_maximum, mine):
             assert torch.equal(result.nan_to_num(7.0), torch.stack(mine).amax(0).nan_to_num(7.0))
             assert result[1, 2].isnan()
             assert "all_max" in error  # no gradient: refused, not wrong
     for dtype in (torch.int64, torch.bool):
         mine = [(x.nan_to_num(0.0, 0.0, 0.0) * 2).to(dtype) for x in xs]
-        for result, _ in pools(world_size).run(_maximum, mine):
+        for result, _ in ranks(world_size).run(_maximum, mine):
             assert torch.equal(result, torch.stack(mine).amax(0))
 
 
@@ -311,8 +280,8 @@ def _in_subgroup(rank: int) -> list[Tensor]:
     ]
 
 
-def test_groups_inside_the_world_in_their_own_order(pools: Any) -> None:
-    results = pools(4).run(_in_subgroup)
+def test_groups_inside_the_world_in_their_own_order(ranks: Any) -> None:
+    results = ranks(4).run(_in_subgroup)
     for first, second in ((2, 0), (1, 3)):
         mine = {rank: torch.arange(4.0).view(1, 4) + 100 * rank for rank in (first, second)}
         both = torch.cat([mine[first], mine[second]], 1)
@@ -336,8 +305,8 @@ def _counted(rank: int) -> dict[str, int]:
     return volume.sent()
 
 
-def test_a_halo_sends_its_rows_and_no_more(pools: Any) -> None:
-    sent = pools(3).run(_counted)
+def test_a_halo_sends_its_rows_and_no_more(ranks: Any) -> None:
+    sent = ranks(3).run(_counted)
     rows = 2 * 3 * 3 * 4
     assert [counts.get("halo", 0) for counts in sent] == [rows, rows, 0]
     assert [counts.get("halo reverse", 0) for counts in sent] == [0, rows, rows]
@@ -371,8 +340,8 @@ def _opcheck(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_opcheck(pools: Any, world_size: int) -> None:
-    pools(world_size).run(_opcheck)
+def test_opcheck(ranks: Any, world_size: int) -> None:
+    ranks(world_size).run(_opcheck)
 
 
 def _everything(x: Tensor, labels: Tensor, group: str, world_size: int) -> tuple[Tensor, ...]:
@@ -418,10 +387,10 @@ def _compiled(rank: int, backend: str, lengths: list[int]) -> tuple[float, int]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_with_a_symbolic_length(pools: Any, world_size: int, backend: str) -> None:
+def test_compiled_with_a_symbolic_length(ranks: Any, world_size: int, backend: str) -> None:
     if backend == "inductor" and world_size == 3:
         pytest.skip("two ranks show it, and a compilation takes a while")
-    for worst, graphs in pools(world_size).run(_compiled, backend, [6, 3, 11, 4]):
+    for worst, graphs in ranks(world_size).run(_compiled, backend, [6, 3, 11, 4]):
         assert worst < 1e-12
         assert graphs == 1
 
@@ -440,21 +409,18 @@ def _gather_compiled(rank: int) -> tuple[Tensor, int]:
     return result, torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
 
 
-def test_a_cached_graph_is_not_taken_for_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_cached_graph_is_not_taken_for_another_number_of_ranks(
+    fresh_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The groups have the same name and the slices the same shape; and the same number of ranks does hit."""
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    for world_size, hits in ((2, 0), (3, 0), (2, 1)):
-        pool = RankPool(world_size, environment=environment)
-        try:
-            # one after the other, so that the first rank does not fill the cache for the second meanwhile
-            results = pool.run(_gather_compiled)
-        finally:
-            pool.close()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for world_size, cached in ((2, False), (3, False), (2, True)):
+        results = fresh_ranks(world_size).run(_gather_compiled)
         expected = torch.cat([torch.ones(2, 6) * rank for rank in range(world_size)], 1) * 2 + 1
-        for result, hit in results:
+        for result, hits in results:
             assert torch.equal(result, expected)
-            if hits:
-                assert hit == hits
+            if cached:
+                assert hits == 1
 
 
 # --- bad input ----------------------------------------------------------------------------------------------
@@ -503,8 +469,8 @@ def _bad_on_rank(rank: int, case: str) -> None:
         ("unequal", UnequalShards, r"rank 0: \(2, 5\); rank 1: \(2, 6\)"),
     ],
 )
-def test_every_rank_raises(pools: Any, case: str, error: type[Exception], message: str) -> None:
-    for result in pools(2).run(_bad_on_rank, case, errors=True):
+def test_every_rank_raises(ranks: Any, case: str, error: type[Exception], message: str) -> None:
+    for result in ranks(2).run(_bad_on_rank, case, errors=True):
         assert type(result) is error
         with pytest.raises(error, match=message):
             raise result
@@ -523,16 +489,13 @@ def _lonely(rank: int, op: str) -> tuple[Exception | None, float]:
 
 @pytest.mark.parametrize("op", ["halo", "gather"])
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "never-connected"])
-def test_a_neighbour_that_never_comes(op: str, connected: bool) -> None:
-    pool = RankPool(2, timeout_seconds=3)
-    try:
-        if connected:
-            assert [error for error, _ in pool.run(_lonely, op)] == [None, None]
-        error, seconds = pool.run(_lonely, op, ranks=[0], seconds=60)[0]
-        assert error is not None
-        assert seconds < 3 + agreement._REPORT_SECONDS + 5
-        if connected and op == "halo":
-            assert isinstance(error, NeighbourLost)
-            assert error.neighbour == 1
-    finally:
-        pool.close()
+def test_a_neighbour_that_never_comes(fresh_ranks: Any, op: str, connected: bool) -> None:
+    pool = fresh_ranks(2, 3)
+    if connected:
+        assert [error for error, _ in pool.run(_lonely, op)] == [None, None]
+    error, seconds = pool.run(_lonely, op, ranks=[0], seconds=60)[0]
+    assert error is not None
+    assert seconds < 3 + agreement._REPORT_SECONDS + 5
+    if connected and op == "halo":
+        assert isinstance(error, NeighbourLost)
+        assert error.neighbour == 1

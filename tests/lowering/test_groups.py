@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,27 +11,6 @@ import torch.distributed as dist
 from zeco_compile.lowering import torch_private
 from zeco_compile.lowering.communicator import members
 from zeco_compile.lowering.groups import InvalidGroup, resolve_group, resolve_group_and_size
-
-
-def _load_rank_pool() -> Any:
-    path = Path(__file__).with_name("rank_pool.py")
-    spec = importlib.util.spec_from_file_location("zeco_rank_pool", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault("zeco_rank_pool", module)
-    spec.loader.exec_module(module)
-    return module
-
-
-RankPool = _load_rank_pool().RankPool
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Any]:
-    made = RankPool(4)
-    yield made
-    made.close()
 
 
 def test_without_a_process_group_there_is_one_rank() -> None:
@@ -97,8 +72,8 @@ def _names(rank: int) -> dict[str, Any]:
     return found
 
 
-def test_groups_and_meshes(pool: Any) -> None:
-    for rank, found in enumerate(pool.run(_names)):
+def test_groups_and_meshes(ranks: Any) -> None:
+    for rank, found in enumerate(ranks(4).run(_names)):
         half = ((0, 1), (3, 2))[rank // 2]
         assert found["none"] == found["world"] == found["mesh"] == (True, 4, (0, 1, 2, 3))
         assert found["half"] == (True, 2, half)
@@ -132,5 +107,5 @@ def _traced(rank: int) -> list[Any]:
     return sizes
 
 
-def test_dynamo_traces_it(pool: Any) -> None:
-    assert pool.run(_traced) == [[4.0, 4.0, 2.0]] * 4
+def test_dynamo_traces_it(ranks: Any) -> None:
+    assert ranks(4).run(_traced) == [[4.0, 4.0, 2.0]] * 4
