@@ -329,10 +329,10 @@ class _GatedLinearAttention(torch.autograd.Function):
         scale, output_final_state, schedule, blocks, group = ctx.arguments
         several = group != ""
         entering = ops.final_state_backward(dfinal, group) if output_final_state else None
-        dstate = dstate_out = None
-        if several or ctx.initial_dtype is not None:
-            dstate = ops.rank_dstate(q, g, do, scale)
-        if several:
+        dstate_out = entering
+        wants_initial = ctx.initial_dtype is not None and ctx.needs_input_grad[4]
+        dstate = ops.rank_dstate(q, g, do, scale) if several or wants_initial else None
+        if dstate is not None and several:
             # log_decay's dtype is the forward's state dtype, which k or v alone can have made wider
             decay = log_decay.to(dstate.dtype)
             flying = ops.scan_start(dstate, decay, entering, True, schedule, blocks, group)
@@ -340,10 +340,9 @@ class _GatedLinearAttention(torch.autograd.Function):
             dstate_out = ops.scan_wait(flying, dstate, decay, group)
         else:
             part = ops.diagonal_backward(q, k, v, g, do, scale)
-            dstate_out = entering
         dq, dk, dv, dg = ops.combine_backward(*part, q, k, v, g, do, scale, state_in, dstate_out)
         dinitial = None
-        if ctx.initial_dtype is not None and ctx.needs_input_grad[4]:
+        if dstate is not None and wants_initial:
             outgoing = torch.zeros_like(dstate) if dstate_out is None else dstate_out
             dinitial = ops.initial_state_backward(outgoing, dstate, log_decay, group).to(ctx.initial_dtype)
         return dq, dk, dv, None if g is None else dg, dinitial, None, None, None, None, None

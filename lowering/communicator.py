@@ -11,6 +11,8 @@ gloo (tensors on the CPU)
     caller computes. All ranks submit in the same order, as for any collective.
 NCCL (tensors on CUDA)
     A job is enqueued at once on a high-priority side stream; waiting for it makes the current stream wait.
+    The host does not wait, so a neighbour that is lost later shows as NCCL's own error, which PyTorch's
+    watchdog raises after the group's timeout; over gloo it is a NeighbourLost from the wait.
 
 CUDA tensors of a group whose CUDA backend is gloo are staged through the CPU (:meth:`Communicator.to_wire`).
 
@@ -296,8 +298,7 @@ class Link:
         self._collective_bytes(tensor.nbytes * (self.world_size - 1))
         output = tensor.new_empty((self.world_size, *tensor.shape))
         self._collective(_gather_bytes, output, tensor)
-        order = [self._wire_rank(peer) for peer in range(self.world_size)]
-        return output if order == sorted(order) else output[order]
+        return output.flip(0) if self._reverse else output
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
         """The owner's tensor, in place on the other ranks. Returns ``tensor``."""

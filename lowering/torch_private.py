@@ -40,7 +40,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
         timeout = getattr(options, "_timeout", None)
         if isinstance(timeout, timedelta):
             found.append(timeout)
-    return max(found) if found else dist.default_pg_timeout  # type: ignore[attr-defined]
+    return max(found) if found else c10d.default_pg_timeout
 
 
 def make_gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:

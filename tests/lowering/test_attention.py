@@ -217,8 +217,10 @@ def test_case_1_forward_right_and_gradients_wrong(ranks):
     _check(ranks(2), [{"length": 1024, "sizes": (1, 4, 32, 32), "dtype": torch.float32, "gate": "head"}])
 
 
-def _order(rank: int, how: str) -> tuple[list[str], list[str]]:
+def _order(rank: int, how: str, shared: bool = False) -> tuple[list[str], list[str], float]:
+    """Names of the ops of two layers as executed, and the sum they gave; the layers may share k, v, g."""
     torch.compiler.reset()
+    torch.manual_seed(rank)
     world = dist.group.WORLD
     assert world is not None
     group = world.group_name
@@ -228,6 +230,8 @@ def _order(rank: int, how: str) -> tuple[list[str], list[str]]:
         for _ in range(2):
             o, _ = attend(q, k, v, g, 1.0, None, False, "auto", 0, group)
             q = torch.tanh(o)
+            if not shared:
+                k = torch.tanh(k)
         return q.sum()
 
     run = two_layers if how == "eager" else torch.compile(two_layers, backend=how, fullgraph=True)
@@ -238,7 +242,8 @@ def _order(rank: int, how: str) -> tuple[list[str], list[str]]:
         total = run(*leaves, g)
     with op_log.recording() as backward:
         total.backward()
-    return [[name for name in log if "done" not in name] for log in (forward, backward)]  # type: ignore
+    forward, backward = ([name for name in log if "done" not in name] for log in (forward, backward))
+    return forward, backward, float(total)
 
 
 FORWARD = ["rank_state", "scan_start", "diagonal", "scan_wait", "combine"]
@@ -246,16 +251,24 @@ BACKWARD = ["rank_dstate", "scan_start reverse", "diagonal_backward", "scan_wait
 
 
 def test_order_as_executed(ranks):
-    for forward, backward in ranks(2).run(_order, "eager"):
+    for forward, backward, _ in ranks(2).run(_order, "eager"):
         assert forward == FORWARD * 2
         assert backward == BACKWARD * 2
 
 
 def test_ops_as_executed_when_compiled(ranks):
     """The compiler may move the ops of the backward (a pass puts them back); none is lost or doubled."""
-    for forward, backward in ranks(2).run(_order, "aot_eager"):
+    for forward, backward, _ in ranks(2).run(_order, "aot_eager"):
         assert sorted(forward) == sorted(FORWARD * 2)
         assert sorted(backward) == sorted(BACKWARD * 2)
+
+
+def test_layers_that_share_a_scan(ranks):
+    """Two layers with the same k, v and g: the compiler may merge their scans, and then merges the waits."""
+    eager, compiled = (ranks(2).run(_order, how, True) for how in ("eager", "aot_eager"))
+    for (_, _, expected), (forward, _, got) in zip(eager, compiled, strict=True):
+        assert forward.count("scan_start") == forward.count("scan_wait")
+        assert abs(got - expected) < 1e-5
 
 
 def _volume(rank: int, schedule: str) -> tuple[dict[str, int], int]:
