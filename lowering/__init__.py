@@ -5,3 +5,4 @@ first run.
 """
 
 from zeco_compile.lowering import attention as attention
+from zeco_compile.lowering import exchange as exchange
