@@ -24,6 +24,7 @@ from zeco_compile.passes import torch_private
 from zeco_compile.passes.axes import Size, size_of
 from zeco_compile.passes.axis_rules import track_axes
 from zeco_compile.passes.inputs import GraphInput, graph_inputs, local_length
+from zeco_compile.passes.schema import argument
 from zeco_compile.passes.shadow import Shadow, build_shadow
 from zeco_compile.passes.tracking import Action, Tracking
 
@@ -52,6 +53,24 @@ class Analysis:
     def own_mixing(self, node: fx.Node) -> list[Action]:
         """The actions of one ATen node that look at other positions. Taking rows out (a slice) is none."""
         return [a for a in self.track.acts_along_sequence(node) if a.kind != "slice"]
+
+    def mixes(self, node: fx.Node) -> bool:
+        """The op needs something done about it, or its result is MIXED."""
+        return (
+            bool(self.own_mixing(node))
+            or self.is_pair(node)
+            or self.is_misaligned(node)
+            or self.is_table_lookup(node)
+        )
+
+    def is_table_lookup(self, node: fx.Node) -> bool:
+        """A slice of something whole whose result runs along the sequence: one row for each position."""
+        if node.target is not torch.ops.aten.slice.Tensor or node in self._constants:
+            return False
+        source = node.args[0]
+        dim = argument(node, "dim", 0) % source.meta["val"].dim()
+        sequence, dims = self.track.axes.is_sequence, self.track.dims
+        return sequence(dims(node)[dim]) and not sequence(dims(source)[dim])
 
     def is_pair(self, node: fx.Node) -> bool:
         """The value has two axes along the sequence, as a matrix of scores has."""
@@ -97,9 +116,6 @@ class Analysis:
         return self.shadow.origin.get(node)
 
 
-Rule = Callable[[Analysis, fx.Node], bool]
-
-
 def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int) -> Analysis | None:
     """The analysis of `gm` without states; None if no input runs along the sequence."""
     inputs = graph_inputs(gm, example_inputs, seq_dim)
@@ -136,7 +152,7 @@ def assign_states(
         inside = set(group)
         outer = [s for n in group for s in n.all_input_nodes if s not in inside]
         inputs_mixed = any(analysis.state(s) is State.MIXED for s in outer)
-        mixing = any(_mixes(analysis, n) for n in group)
+        mixing = any(analysis.mixes(n) for n in group)
         if not inputs_mixed and mixing and handled(user_node):
             mixing = False
         elif mixing or inputs_mixed:
@@ -153,14 +169,10 @@ _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default)
 
 
-def _mixes(analysis: Analysis, node: fx.Node) -> bool:
-    return bool(analysis.own_mixing(node)) or analysis.is_pair(node) or analysis.is_misaligned(node)
-
-
 def _taint(analysis: Analysis, group: list[fx.Node]) -> None:
     """Within a group only what follows a mixing node is MIXED."""
     for node in group:
-        mixed = _mixes(analysis, node) or any(analysis.state(s) is State.MIXED for s in node.all_input_nodes)
+        mixed = analysis.mixes(node) or any(analysis.state(s) is State.MIXED for s in node.all_input_nodes)
         if mixed and node.target not in _SIZES:  # the size of a mixed value is no mixed value
             analysis.states[node] = State.MIXED
         else:

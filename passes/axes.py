@@ -44,7 +44,11 @@ def _quotient(a: Size, b: Size) -> Size | None:
     if ratio.is_Integer:
         return int(ratio)
     numerator, denominator = ratio.as_numer_denom()
-    if denominator == 1 and numerator.is_polynomial() and all(c.is_Integer for c in sympy.Poly(ratio).coeffs()):
+    if (
+        denominator == 1
+        and numerator.is_polynomial()
+        and all(c.is_Integer for c in sympy.Poly(ratio).coeffs())
+    ):
         return ratio
     return None
 
@@ -70,7 +74,9 @@ class Atom:
 
     def __repr__(self) -> str:
         kind = "seq" if self.sequence else "axis"
-        return f"{kind}{id(self) % 9973}:{self.size}" + (f"{self.window}" if self.window not in (None, (0, 0)) else "")
+        return f"{kind}{id(self) % 9973}:{self.size}" + (
+            f"{self.window}" if self.window not in (None, (0, 0)) else ""
+        )
 
 
 Dim = tuple[Atom, ...]

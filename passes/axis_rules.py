@@ -67,7 +67,9 @@ def _dim_list(dim: Any, rank: int) -> list[int]:
 
 @rule(*_ops("clone", "_to_copy", "detach", "alias", "lift_fresh_copy", "masked_fill", "copy", "where"))
 @rule(*_ops("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "bernoulli"))
-@rule(*_ops("native_dropout", "addcmul", "addcdiv", "lerp", "nan_to_num", "gelu", "silu", "logit", "hardtanh"))
+@rule(
+    *_ops("native_dropout", "addcmul", "addcdiv", "lerp", "nan_to_num", "gelu", "silu", "logit", "hardtanh")
+)
 @rule(*_ops("softplus", "leaky_relu", "elu", "threshold", "log_sigmoid_forward", "view_of", "contiguous"))
 @rule(*_ops("prelu", "_prelu_kernel", "mish", "hardswish", "hardsigmoid", "celu", "glu_jvp", "fill", "pow"))
 @rule(*_ops("bitwise_and", "bitwise_or", "logical_and", "logical_or", "logical_not", "isnan", "isfinite"))
@@ -457,7 +459,11 @@ def group_norm(track: Tracking, node: fx.Node) -> None:
 
 
 @rule(*_ops("_native_batch_norm_legit", "native_batch_norm", "_batch_norm_with_update", "cudnn_batch_norm"))
-@rule(*_ops("_native_batch_norm_legit_no_training", "_batch_norm_no_update", "_native_batch_norm_legit_functional"))
+@rule(
+    *_ops(
+        "_native_batch_norm_legit_no_training", "_batch_norm_no_update", "_native_batch_norm_legit_functional"
+    )
+)
 def batch_norm(track: Tracking, node: fx.Node) -> None:
     dims = track.dims(tensors(node)[0])
     frozen = "no_training" in str(node.target) or argument(node, "training", True) is False
@@ -468,7 +474,9 @@ def batch_norm(track: Tracking, node: fx.Node) -> None:
     outs: list[Dims] = [dims]
     for value in list(node.meta["val"])[1:]:
         sizes = tuple(size_of(s) for s in value.shape)
-        outs.append((dims[1],) if sizes == (shape(tensors(node)[0])[1],) else track.fresh_dims(sizes, "statistics"))
+        outs.append(
+            (dims[1],) if sizes == (shape(tensors(node)[0])[1],) else track.fresh_dims(sizes, "statistics")
+        )
     track.outs(node, outs)
 
 
@@ -616,7 +624,10 @@ def constant(track: Tracking, node: fx.Node) -> None:
 
 @rule(*_ops("arange", "linspace", "eye", "randperm", "tril_indices", "triu_indices", "logspace"))
 def positions(track: Tracking, node: fx.Node) -> None:
-    track.out(node, track.factory_dims(shape(node), "position"))
+    dims = track.factory_dims(shape(node), "position")
+    for dim in dims:
+        track.act(node, dim, "position")
+    track.out(node, dims)
 
 
 _SCALARS = _ops("sym_size", "sym_stride", "sym_numel", "_local_scalar_dense", "item")
@@ -626,6 +637,52 @@ _SCALARS = _ops("sym_size", "sym_stride", "sym_numel", "_local_scalar_dense", "i
 def number(track: Tracking, node: fx.Node) -> None:
     """A number read off a tensor: no dimensions."""
     track.scalar(node)
+
+
+# ------------------------------------------------------------------------------------------- this package's ops
+
+zeco = torch.ops.zeco
+
+
+@rule(zeco.halo.default)
+def halo(track: Tracking, node: fx.Node) -> None:
+    dims = list(track.dims(node.args[0]))
+    dim, left, right = (track.number(node.args[i]) for i in (1, 2, 3))
+    dims[dim] = track.padded(dims[dim], left, right, shape(node)[dim])
+    track.out(node, tuple(dims))
+
+
+@rule(zeco.all_sum.default, zeco.from_rank.default, zeco.all_max.default)
+def same_everywhere(track: Tracking, node: fx.Node) -> None:
+    track.out(node, track.dims(node.args[0]))
+
+
+@rule(zeco.gather_sequence.default)
+def gathered(track: Tracking, node: fx.Node) -> None:
+    dims = list(track.dims(node.args[0]))
+    dims[node.args[1]] = track.axes.fresh(shape(node)[node.args[1]], "gathered")
+    track.out(node, tuple(dims))
+
+
+@rule(zeco.slice_sequence.default)
+def sliced(track: Tracking, node: fx.Node) -> None:
+    dims = list(track.dims(node.args[0]))
+    dims[node.args[1]] = (track.axes.sequence,)
+    track.out(node, tuple(dims))
+
+
+@rule(zeco.diagonal.default)
+def attention_output(track: Tracking, node: fx.Node) -> None:
+    q, k, v, g = (track.dims(n) if isinstance(n, fx.Node) else () for n in node.args[:4])
+    shared = track.broadcast([q[:3], k[:3], v[:3], g[:3]])
+    track.unified(node, q[3], k[3])
+    track.out(node, (*shared, v[3]))
+
+
+@rule(zeco.rank_state.default)
+def attention_state(track: Tracking, node: fx.Node) -> None:
+    k, v = track.dims(node.args[0]), track.dims(node.args[1])
+    track.outs(node, [(k[0], k[2], k[3], v[3]), (k[0], k[2], ())])
 
 
 # ---------------------------------------------------------------------------------------------------- the walk
@@ -644,7 +701,9 @@ def track_axes(graph: fx.Graph, along: Mapping[fx.Node, int | None], length: Siz
                 track.scalar(node)
                 continue
             dims = [
-                (track.axes.sequence,) if i == along.get(node) else track.axes.fresh(size, f"{node.op} {node.name}")
+                (track.axes.sequence,)
+                if i == along.get(node)
+                else track.axes.fresh(size, f"{node.op} {node.name}")
                 for i, size in enumerate(shape(node))
             ]
             track.out(node, tuple(dims))

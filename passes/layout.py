@@ -118,7 +118,11 @@ class Operations(Protocol):
 
 
 def arrange(
-    ops: Operations, axes: CanonicalAxes, kind: Canonical, nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]
+    ops: Operations,
+    axes: CanonicalAxes,
+    kind: Canonical,
+    nodes: Sequence[fx.Node],
+    values: Mapping[fx.Node, Any],
 ) -> Any:
     """The product of `values[node]` over `nodes`, in the operator's layout `kind`; ones without nodes."""
     groups = axes.groups(kind)

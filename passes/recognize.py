@@ -36,7 +36,15 @@ from zeco_compile.passes.region import (
 )
 from zeco_compile.passes.report import Region as RegionReport
 from zeco_compile.passes.report import Role
-from zeco_compile.passes.roles import GATE_FORMS, TOLERANCE, GateForm, NotLinearAttention, Roles, check, find_roles
+from zeco_compile.passes.roles import (
+    GATE_FORMS,
+    TOLERANCE,
+    GateForm,
+    NotLinearAttention,
+    Roles,
+    check,
+    find_roles,
+)
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +259,9 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
         q = arrange(ops, roles.axes, Canonical.KEY, roles.q, values)
         k = arrange(ops, roles.axes, Canonical.KEY, roles.k, values)
         v = arrange(ops, roles.axes, Canonical.VALUE, roles.v, values)
-        q, k, v = (_as(ops, x, nodes, operand_dtype) for x, nodes in ((q, roles.q), (k, roles.k), (v, roles.v)))
+        q, k, v = (
+            _as(ops, x, nodes, operand_dtype) for x, nodes in ((q, roles.q), (k, roles.k), (v, roles.v))
+        )
         g = None
         if gate_node is not None and gate_form is not None:
             logs = {gate_node: _emit_gate(ops, gate_form, values[gate_node])}
@@ -271,10 +281,6 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     _redirect(analysis, region, o, order[end], order)
     _erase(analysis, region)
     return _report(analysis, match, number, gate_node, gate_form)
-
-
-
-
 
 
 def _as(ops: GraphOperations, x: fx.Node, nodes: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
@@ -333,7 +339,9 @@ def _gate_source(analysis: Analysis, roles: Roles) -> tuple[fx.Node | None, Gate
         return node, form
     source = current.args[0]
     user_node = analysis.shadow.origin.get(source)
-    held = source.op == "placeholder" or (user_node is not None and source in analysis.shadow.tensors_made(user_node))
+    held = source.op == "placeholder" or (
+        user_node is not None and source in analysis.shadow.tensors_made(user_node)
+    )
     return (source, inner) if held else (node, form)
 
 
@@ -391,7 +399,9 @@ def _report(
         for i, node in enumerate(nodes):
             entries[role if len(nodes) == 1 else f"{role} (factor {i + 1})"] = _role(analysis, node, "")
     if gate_node is not None and gate_form is not None:
-        entries["g"] = _role(analysis, gate_node, "" if gate_form.name == "g" else f"log decay = {gate_form.name}")
+        entries["g"] = _role(
+            analysis, gate_node, "" if gate_form.name == "g" else f"log decay = {gate_form.name}"
+        )
     if roles.initial_state is not None:
         entries["initial_state"] = _role(analysis, roles.initial_state, "")
     end = analysis.shadow.origin[region.output]

@@ -94,7 +94,11 @@ def carrying(region: Region, analysis: Analysis) -> Iterator[Region]:
             if other not in following and any(s in following for s in other.all_input_nodes):
                 following.add(other)
                 value = other.meta.get("val")
-                if isinstance(value, torch.Tensor) and value.dim() == len(dims) and other is not region.output:
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.dim() == len(dims)
+                    and other is not region.output
+                ):
                     if [track.axes.flat(d) for d in track.dims(other)] == dims:
                         alike.append(other)
         for last in reversed(alike[-_LAST_VALUES:]):
@@ -201,7 +205,10 @@ def _rows(analysis: Analysis, node: fx.Node, value: torch.Tensor, start: int, co
 
 
 def _run(
-    region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Sizes, given: Mapping[fx.Node, torch.Tensor]
+    region: Region,
+    values: Mapping[fx.Node, torch.Tensor],
+    sizes: Sizes,
+    given: Mapping[fx.Node, torch.Tensor],
 ) -> dict[fx.Node, Any]:
     env: dict[fx.Node, Any] = dict(values)
     last_use = {source: node for node in region.interior for source in node.all_input_nodes}

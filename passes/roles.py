@@ -178,7 +178,9 @@ def recurrence_of(roles: Roles, values: dict[fx.Node, torch.Tensor], sizes: Size
     axes = roles.axes
     g = None
     if roles.gate is not None and roles.form is not None:
-        g = canonical_value(axes, Canonical.GATE, [roles.gate], {roles.gate: roles.form.log_decay(values[roles.gate])}, sizes)
+        g = canonical_value(
+            axes, Canonical.GATE, [roles.gate], {roles.gate: roles.form.log_decay(values[roles.gate])}, sizes
+        )
     state = None
     if roles.initial_state is not None:
         state = canonical_value(axes, Canonical.STATE, [roles.initial_state], values, sizes)
@@ -205,7 +207,10 @@ def _finite_point(probe: Probe) -> tuple[torch.Tensor, dict[fx.Node, torch.Tenso
         if bool(torch.isfinite(base).all()):
             return base, values
     for signs in itertools.product((1, -1), repeat=min(len(inputs), 5)):
-        values = {n: probe.random(n, 0.3, 0.9) * s for n, s in zip(inputs, (*signs, *([1] * len(inputs))), strict=False)}
+        values = {
+            n: probe.random(n, 0.3, 0.9) * s
+            for n, s in zip(inputs, (*signs, *([1] * len(inputs))), strict=False)
+        }
         base = probe.run(values)
         if bool(torch.isfinite(base).all()):
             return base, values
@@ -254,7 +259,9 @@ def _moves(probe: Probe, values: dict[fx.Node, torch.Tensor], base: torch.Tensor
 def _refuse_the_unseen(region: Region, moved: dict[fx.Node, str]) -> None:
     unseen = [str(n) for n, how in moved.items() if how == "none"]
     if unseen:
-        raise NotLinearAttention(f"the output does not depend on its input {', '.join(unseen)} at the sizes probed")
+        raise NotLinearAttention(
+            f"the output does not depend on its input {', '.join(unseen)} at the sizes probed"
+        )
 
 
 def _atoms(analysis: Analysis, node: fx.Node) -> list[Atom]:

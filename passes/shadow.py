@@ -41,7 +41,9 @@ class Shadow:
 
     def tensors_read(self, user: fx.Node, argument: fx.Node) -> list[fx.Node]:
         """The ATen nodes of the tensors in `argument`, as `user` saw them."""
-        return [leaf for leaf in pytree.tree_leaves(self.reads.get((user, argument))) if isinstance(leaf, fx.Node)]
+        return [
+            leaf for leaf in pytree.tree_leaves(self.reads.get((user, argument))) if isinstance(leaf, fx.Node)
+        ]
 
     def tensors_made(self, node: fx.Node) -> list[fx.Node]:
         """The ATen nodes of the tensors that `node` returned."""
@@ -77,6 +79,8 @@ class _Recorder(fx.Interpreter):
         if target in _EINSUM and args and isinstance(args[0], str) and not kwargs:
             operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
             return einsum_by_axes(args[0], list(operands))
+        if target is torch.ops.zeco.gated_linear_attention.default:
+            return _attention_by_its_parts(*args)
         return super().call_function(target, args, kwargs)
 
     def _note_reads(self, n: fx.Node) -> None:
@@ -98,6 +102,24 @@ class _Recorder(fx.Interpreter):
         return pytree.tree_map(torch_private.traced_node, value)
 
 
+def _attention_by_its_parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    scale: float,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+    *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shapes and axes of the operator; its exchange between ranks is none of the analysis' business."""
+    if g is not None and g.dim() == 1:
+        g = g.expand(q.shape[0], q.shape[1], q.shape[2])
+    o = torch.ops.zeco.diagonal(q, k, v, g, scale).to(q.dtype)
+    state = torch.ops.zeco.rank_state(k, v, g)[0] if output_final_state else q.new_empty((0,))
+    return o, state
+
+
 _EINSUM = (torch.functional.einsum, torch.einsum)
 
 
@@ -109,7 +131,9 @@ def einsum_by_axes(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
-    ellipsis = max((t.dim() - len(s.replace("...", "")) for s, t in zip(terms, operands, strict=True)), default=0)
+    ellipsis = max(
+        (t.dim() - len(s.replace("...", "")) for s, t in zip(terms, operands, strict=True)), default=0
+    )
     spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation][:ellipsis]
 
     def spelled(term: str, dim: int | None) -> str:

@@ -6,18 +6,26 @@ says which, and this file is the only one of the passes to change.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch._dynamo
 from torch import fx
+from torch._dynamo.exc import (
+    RestartAnalysis,
+    ShortenTraceback,
+    TensorifyScalarRestartAnalysis,
+    UncapturedHigherOrderOpError,
+)
 from torch._dynamo.source import LocalSource
-from torch._guards import ChainedSource, TracingContext
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import ChainedSource, CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
-from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, UncapturedHigherOrderOpError
 
 
 class LoudBackendError(ShortenTraceback, UncapturedHigherOrderOpError):
@@ -61,9 +69,7 @@ def fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Any,
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     fakes = []
     for node, value in zip(placeholders, example_inputs, strict=True):
-        if not isinstance(value, torch.Tensor):
-            fakes.append(value)
-        elif isinstance(value, FakeTensor) and value.fake_mode is mode:
+        if not isinstance(value, torch.Tensor) or (isinstance(value, FakeTensor) and value.fake_mode is mode):
             fakes.append(value)
         else:
             graph_argument = node.meta.get("grapharg")
@@ -118,7 +124,7 @@ def traced_node(value: Any) -> Any:
 
 
 def source_name(placeholder: fx.Node) -> str:
-    """What Dynamo calls the origin of a placeholder: "L['x']", "L['self']._buffers['mask']"; "" if unknown."""
+    """What Dynamo calls the origin of a placeholder: "L['self']._buffers['mask']"; "" if unknown."""
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     if source is None:
         return ""
@@ -141,3 +147,41 @@ def is_argument(placeholder: fx.Node) -> bool:
     if isinstance(source, LocalSource):
         return bool(source.is_input)
     return True
+
+
+def mark_weakly_dynamic(tensor: torch.Tensor, dim: int) -> bool:
+    """Asks Dynamo to trace a size as a symbol if the code allows it; False if that had been asked before."""
+    if dim in getattr(tensor, "_dynamo_weak_dynamic_indices", ()) or dim in getattr(
+        tensor, "_dynamo_dynamic_indices", ()
+    ):
+        return False
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    return True
+
+
+def restart_trace(reason: str) -> NoReturn:
+    """Makes Dynamo trace the frame once more. Of its restarts this is the one that a backend may raise.
+
+    Dynamo keeps a log of the places where it might break the graph, and insists that a second trace passes the
+    same ones. With a symbolic length it need not, so the log is cleared, as its own message advises.
+    """
+    InstructionTranslator.current_tx().speculation_log.clear()
+    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def graph_break(gm: fx.GraphModule) -> tuple[str, str] | None:
+    """(Dynamo's reason, the stack as text) if the graph ends in a break; None if it is the whole frame."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    return str(reason.reason), "".join(traceback.format_list(list(reason.user_stack)))
+
+
+def compiles_left() -> int | None:
+    """How many more graphs Dynamo will compile for the present frame before it runs it in eager, unasked."""
+    compile_id = CompileContext.current_compile_id()
+    if compile_id is None or compile_id.frame_compile_id is None:
+        return None
+    config = torch._dynamo.config
+    limit = getattr(config, "recompile_limit", None) or config.cache_size_limit
+    return int(limit) - 1 - int(compile_id.frame_compile_id)

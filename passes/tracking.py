@@ -19,7 +19,6 @@ from zeco_compile.passes.axes import Atom, Axes, AxesConflict, Dim, Dims, Size, 
 from zeco_compile.passes.schema import argument
 
 
-
 @dataclass(frozen=True)
 class Action:
     """`node` acts along `dim` in the way `kind`: "contract", "reduce", "along", "convolve", "slice", ..."""
@@ -131,7 +130,9 @@ class Tracking:
         out: list[Dim] = []
         for position in range(rank):
             merged: Dim = ()
-            candidates = [dims[len(dims) - rank + position] for dims in operands if len(dims) >= rank - position]
+            candidates = [
+                dims[len(dims) - rank + position] for dims in operands if len(dims) >= rank - position
+            ]
             # Atoms of size one (one token per rank) give way to real axes unless they are the sequence's.
             real = [dim for dim in candidates if dim and not self._only_unit(dim)]
             units = [dim for dim in candidates if dim and self._only_unit(dim)]

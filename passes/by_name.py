@@ -1,0 +1,80 @@
+"""Linear attention called by name: the operator of this package in the user's graph, without a group yet.
+
+`zeco_compile.gated_linear_attention`, and the library functions that are substituted for it while Dynamo traces
+(zeco_compile/substitutes.py), arrive as one node. It already means the right thing on one rank; here it gets the
+group that shares the sequence and the schedule of the exchange.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.errors import UnsupportedOp
+from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.recognize import Wiring
+from zeco_compile.passes.report import Region, Role
+from zeco_compile.passes.sharding_rules import settle, settled
+
+_NAMES = ("q", "k", "v", "g", "scale", "initial_state", "output_final_state", "schedule", "blocks", "group")
+
+
+def wire_by_name(analysis: Analysis, wiring: Wiring, first_number: int) -> list[Region]:
+    """Gives every operator in the graph its group. Returns what to report.
+
+    Raises UnsupportedOp where the operator's time axis is not the sequence.
+    """
+    found: list[Region] = []
+    operator_ = torch.ops.zeco.gated_linear_attention.default
+    for node in analysis.gm.graph.nodes:
+        if node.target is not operator_ or settled(node):
+            continue
+        given = dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
+        along = [_time_is_sequence(analysis, node, given[name]) for name in ("q", "k", "v")]
+        if not any(along):
+            settle(node)  # attention over an axis that every rank holds whole
+            continue
+        if not all(along):
+            raise UnsupportedOp(
+                "zeco_compile.gated_linear_attention",
+                location=user_location(node),
+                why="dimension 1 of q, k and v has to be the sequence, on all of them or on none.",
+                node=str(node),
+            )
+        node.args = tuple(given[name] for name in _NAMES[:7]) + (wiring.schedule, wiring.blocks, wiring.group)
+        node.kwargs = {}
+        settle(node)
+        found.append(_report(analysis, node, given, first_number + len(found)))
+    return found
+
+
+def _time_is_sequence(analysis: Analysis, node: fx.Node, operand: fx.Node) -> bool:
+    values = analysis.shadow.tensors_read(node, operand)
+    if not values:
+        return False
+    dims = analysis.track.sequence_dims(values[0])
+    return dims == [1] and analysis.track.axes.is_whole_sequence(analysis.track.dims(values[0])[1])
+
+
+def _report(analysis: Analysis, node: fx.Node, given: dict[str, object], number: int) -> Region:
+    roles: dict[str, Role] = {}
+    for name in ("q", "k", "v", "g", "initial_state"):
+        operand = given.get(name)
+        if isinstance(operand, fx.Node):
+            (value, *_) = analysis.shadow.tensors_read(node, operand)
+            sizes = ", ".join(str(s) for s in value.meta["val"].shape)
+            roles[name] = Role(str(operand), f"[{sizes}]", "", user_location(operand))
+    g = given.get("g")
+    family = "none"
+    if isinstance(g, fx.Node):
+        rank = analysis.shadow.tensors_read(node, g)[0].meta["val"].dim()
+        family = {1: "constant per head", 3: "per head and token", 4: "per channel"}[rank]
+    return Region(
+        name=f"attention_{number}",
+        family=family,  # type: ignore[arg-type]
+        how="by name",
+        location=user_location(node),
+        roles=roles,
+        scale=f"{given['scale']:.6g}",
+    )

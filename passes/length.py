@@ -1,0 +1,222 @@
+"""The length as a number: what the user's code computes from `x.shape[1]` must mean the whole sequence.
+
+In sizes (a view, a factory, the end of a slice) the slice's length is right. In values (`x.sum(1) / T`,
+`torch.full((), T)`, `scores / T ** 0.5`) it is not. Dynamo is asked to trace the length as a symbol
+(`request_symbolic_length`), and then every value that a symbolic number enters is given the same expression of the
+global length (`globalise_length`). Where the user's code fixes the length to a constant (a loop over it), the
+constants are all that is seen: one that may have come from the length, at a value that was reduced over the
+sequence, is refused (`refuse_constant_lengths`).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from zeco_compile.passes import torch_private
+from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.axes import size_of
+from zeco_compile.passes.errors import LengthInValue
+from zeco_compile.passes.inputs import GraphInput
+from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.report import Decision, op_name
+from zeco_compile.passes.sharding_rules import settled
+
+_VALUES = frozenset(
+    {
+        "other",
+        "value",
+        "alpha",
+        "beta",
+        "exponent",
+        "fill_value",
+        "scale",
+        "min",
+        "max",
+        "s",
+        "weight",
+        "lambd",
+    }
+)
+_SIZES = frozenset(
+    {
+        "size", "shape", "start", "end", "length", "step", "split_size", "split_sizes", "repeats", "sections",
+        "pad", "normalized_shape", "index", "dim", "N", "C", "HxW", "n", "m", "left", "right", "diagonal", "sizes",
+    }
+)  # fmt: skip
+
+
+def request_symbolic_length(inputs: Sequence[GraphInput], example_inputs: Sequence[Any]) -> None:
+    """Asks Dynamo for a trace with a symbolic length, once per input tensor, by raising its restart.
+
+    A length of one cannot be a symbol, and a code that fixes the length will get a constant again.
+    """
+    asked = False
+    for each in inputs:
+        if each.along is None:
+            continue
+        tensor = example_inputs[each.index]
+        if tensor.shape[each.along] > 1 and torch_private.mark_weakly_dynamic(tensor, each.along):
+            asked = True
+    if asked:
+        torch_private.restart_trace("zeco: trace the sequence length as a symbol")
+
+
+def globalise_length(analysis: Analysis, world_size: int, decisions: list[Decision]) -> int:
+    """Gives values that depend on the length the global one. Returns how many nodes changed.
+
+    Raises LengthInValue where it cannot tell whether a number is a size or a value.
+    """
+    if isinstance(analysis.length, int):
+        return 0
+    symbols = sympy.sympify(analysis.length).free_symbols
+    changed = 0
+    made: dict[fx.Node, fx.Node] = {}
+    for user_node in list(analysis.gm.graph.nodes):
+        if settled(user_node) or user_node.op not in ("call_function", "call_method"):
+            continue
+        numbers = [n for n in user_node.all_input_nodes if _depends(n, symbols)]
+        if not numbers or _is_number(user_node):
+            continue
+        uses = _uses(analysis, user_node, symbols)
+        if not uses or uses <= _SIZES:
+            continue
+        if not uses <= _VALUES:
+            raise LengthInValue(
+                ", ".join(str(n.meta["example_value"]) for n in numbers),
+                location=user_location(user_node),
+                why=f"`{op_name(user_node)}` uses it both as a size and as a value, or in a way that is not known "
+                f"({', '.join(sorted(uses))}).",
+            )
+        for number in numbers:
+            user_node.replace_input_with(number, _global(number, symbols, world_size, made))
+        decisions.append(
+            Decision(
+                str(user_node),
+                op_name(user_node),
+                "global length",
+                user_location(user_node),
+                f"the length in a value is {world_size} times the slice's",
+            )
+        )
+        changed += 1
+    return changed
+
+
+def _depends(node: fx.Node, symbols: set[Any]) -> bool:
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.SymInt | torch.SymFloat):
+        return False
+    return bool(value.node.expr.free_symbols & symbols)
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(
+        node.meta.get("example_value"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool
+    )
+
+
+def _uses(analysis: Analysis, user_node: fx.Node, symbols: set[Any]) -> set[str]:
+    """The names of the arguments of ATen ops in which numbers that depend on the length arrive."""
+    names: set[str] = set()
+    for node in analysis.shadow.groups.get(user_node, []):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:
+            continue
+        given = [*zip(schema.arguments, node.args, strict=False)]
+        given += [(p, node.kwargs[p.name]) for p in schema.arguments if p.name in node.kwargs]
+        for parameter, value in given:
+            leaves = value if isinstance(value, list | tuple) else [value]
+            for leaf in leaves:
+                made = leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf
+                if isinstance(made, torch.SymInt | torch.SymFloat):
+                    expression = (
+                        sympy.sympify(size_of(made)) if isinstance(made, torch.SymInt) else made.node.expr
+                    )
+                    if expression.free_symbols & symbols:
+                        names.add(parameter.name)
+    return names
+
+
+def _global(node: fx.Node, symbols: set[Any], world_size: int, made: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The same number computed from the global length."""
+    if node in made:
+        return made[node]
+    if (
+        node.op == "call_function"
+        and node.all_input_nodes
+        and all(_is_number(n) for n in node.all_input_nodes)
+    ):
+        mapping = {
+            n: _global(n, symbols, world_size, made) for n in node.all_input_nodes if _depends(n, symbols)
+        }
+        with node.graph.inserting_after(_latest([node, *mapping.values()])):
+            new = node.graph.call_function(
+                node.target,  # type: ignore[arg-type]
+                fx.map_arg(node.args, lambda n: mapping.get(n, n)),
+                fx.map_arg(node.kwargs, lambda n: mapping.get(n, n)),
+            )
+    else:  # the length itself, as an input or read off a tensor
+        expression = node.meta["example_value"].node.expr
+        if not expression.is_Symbol:
+            raise LengthInValue(
+                str(expression),
+                location=user_location(node),
+                why="it is computed from the length in a way that is not followed.",
+            )
+        place = node if node.op != "placeholder" else _last_placeholder(node.graph)
+        with node.graph.inserting_after(place):
+            new = node.graph.call_function(operator.mul, (node, world_size))
+    new.meta["zeco_settled"] = True
+    made[node] = new
+    return new
+
+
+def _latest(nodes: Sequence[fx.Node]) -> fx.Node:
+    order = {n: i for i, n in enumerate(nodes[0].graph.nodes)}
+    return max(nodes, key=lambda n: order[n])
+
+
+def _last_placeholder(graph: fx.Graph) -> fx.Node:
+    return [n for n in graph.nodes if n.op == "placeholder"][-1]
+
+
+def refuse_constant_lengths(analysis: Analysis, reduced: Sequence[fx.Node]) -> None:
+    """Raises LengthInValue for a constant that may be the slice's length, near a value of `reduced`.
+
+    `reduced` are nodes of the user's graph with values that were reduced over the sequence. They and what is
+    computed from them elementwise are looked at.
+    """
+    length = analysis.length
+    if not isinstance(length, int) or length == 1:
+        return
+    suspects = {
+        float(length): "T", 1 / length: "1 / T", math.sqrt(length): "sqrt(T)", 1 / math.sqrt(length): "1 / sqrt(T)",
+        float(length - 1): "T - 1", 1 / max(length - 1, 1): "1 / (T - 1)",
+    }  # fmt: skip
+    seen: set[fx.Node] = set()
+    stack = list(reduced)
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user in seen or user.op not in ("call_function", "call_method"):
+                continue
+            seen.add(user)
+            for argument in (*user.args, *user.kwargs.values()):
+                if isinstance(argument, int | float) and not isinstance(argument, bool):
+                    for value, name in suspects.items():
+                        if value not in (0.0, 1.0, 2.0, 0.5) and math.isclose(argument, value, rel_tol=1e-12):
+                            raise LengthInValue(
+                                f"{argument} (which is {name} for the slice of {length} tokens)",
+                                location=user_location(user),
+                                why="the code fixes the length to a constant, so it cannot be seen whether this "
+                                "number means it; it meets a value that was reduced over the sequence.",
+                            )
+            if len(seen) < 256:
+                stack.append(user)

@@ -1,0 +1,119 @@
+"""Makes every op outside of the recognised regions right on slices, or refuses it with the user's line.
+
+Contract: after this pass every value of the graph is, on each rank, the slice of the unsharded model's value (or
+equal to it). An op that mixes positions is rewritten by a rule of `sharding_rules`; one that no rule knows is an
+`UnsupportedOp`, or, with `gather`, computed on the whole sequence on every rank (gather.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+from zeco_compile.passes.analysis import Analysis, State, assign_states
+from zeco_compile.passes.errors import UnsupportedOp
+from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.report import Decision, op_name
+from zeco_compile.passes.sharding_rules import Plan, Ranks, plan, settled
+
+Fallback = Callable[[Analysis, fx.Node], Plan | None]
+
+
+def will_be_handled(analysis: Analysis) -> Callable[[fx.Node], bool]:
+    """Whether `shard` will make a node right: what recognition may take as given.
+
+    A single token is left out: a loop over the sequence consists of such reads.
+    """
+
+    def handled(user_node: fx.Node) -> bool:
+        if settled(user_node):
+            return True
+        found = plan(analysis, user_node)
+        return found is not None and found.decision != "from owner"
+
+    return handled
+
+
+def shard(
+    analysis: Analysis,
+    ranks: Ranks,
+    decisions: list[Decision],
+    *,
+    attempts: Sequence[tuple[fx.Node, str]] = (),
+    fallback: Fallback | None = None,
+) -> int:
+    """Rewrites the graph of `analysis` and returns at how many places. `attempts` are what recognition tried, for
+    the message of a refusal. Raises UnsupportedOp before anything is changed."""
+    plans: dict[fx.Node, Plan] = {}
+
+    def handled(user_node: fx.Node) -> bool:
+        if settled(user_node):
+            return True
+        found = plan(analysis, user_node)
+        if found is None and fallback is not None:
+            found = fallback(analysis, user_node)
+        if found is not None:
+            plans[user_node] = found
+        return found is not None
+
+    assign_states(analysis, handled)
+    refuse_mixed(analysis, attempts)
+    for user_node, found in plans.items():
+        decisions.append(
+            Decision(
+                str(user_node), op_name(user_node), found.decision, user_location(user_node), found.detail
+            )
+        )
+    for found in plans.values():
+        found.apply(ranks)
+    return len(plans)
+
+
+def refuse_mixed(analysis: Analysis, attempts: Sequence[tuple[fx.Node, str]] = ()) -> None:
+    """Raises UnsupportedOp for the first node of the user's graph whose result is not what it should be."""
+    for user_node in analysis.gm.graph.nodes:
+        group = analysis.shadow.groups.get(user_node, [])
+        guilty = [n for n in group if analysis.state(n) is State.MIXED and analysis.mixes(n)]
+        if not guilty:
+            continue
+        raise UnsupportedOp(
+            op_name(user_node),
+            location=user_location(user_node),
+            why=_why(analysis, guilty[0], user_node, attempts),
+            hints=_hints(analysis, attempts),
+            node=str(user_node),
+        )
+
+
+def _why(
+    analysis: Analysis, node: fx.Node, user_node: fx.Node, attempts: Sequence[tuple[fx.Node, str]]
+) -> str:
+    kinds = {action.kind for action in analysis.own_mixing(node)}
+    operation = node.target if isinstance(node.target, torch._ops.OpOverload) else op_name(node)
+    if node in analysis.track.problems:
+        what = f"`{operation}` is {analysis.track.problems[node]}, along the sequence"
+    elif analysis.is_pair(node) and not kinds:
+        what = "its result has two axes along the sequence, a value for each pair of positions"
+    elif analysis.is_misaligned(node):
+        what = "it combines rows of the sequence with rows at other positions"
+    elif analysis.is_table_lookup(node):
+        what = "it reads rows by position from a tensor that is whole on every rank, in a way that is not followed"
+    else:
+        what = f"it looks at other positions ({', '.join(sorted(kinds))} along the sequence: `{operation}`)"
+    text = f"{what}, and no rule says how to compute it on a slice."
+    if attempts:
+        end, reason = attempts[0]
+        where = user_location(end)
+        text += f" It was not taken for linear attention either: what ends at {where} ({end}): {reason}."
+    return text
+
+
+def _hints(analysis: Analysis, attempts: Sequence[tuple[fx.Node, str]]) -> list[str]:
+    hints = []
+    if attempts:
+        hints.append(
+            "if this is gated linear attention, call zeco_compile.gated_linear_attention(q, k, v, g) in its place"
+        )
+    return hints

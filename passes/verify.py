@@ -1,0 +1,112 @@
+"""The last look at a rewritten graph: is every value what the contract says, and every output too?
+
+It analyses the graph as it stands, from nothing: no pass is believed. What was rewritten carries a mark; anything
+else that mixes positions, any output that is no slice, any size or parameter that is tied to the length of a slice
+is an error.
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch import fx
+
+from zeco_compile.passes.analysis import Analysis, State, assign_states
+from zeco_compile.passes.errors import UnsupportedOp
+from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.report import op_name
+from zeco_compile.passes.shard import refuse_mixed
+from zeco_compile.passes.sharding_rules import settled
+
+
+def verify(analysis: Analysis) -> None:
+    """Raises UnsupportedOp for the first thing that is not as it should be."""
+    assign_states(analysis, settled)
+    refuse_mixed(analysis)
+    _refuse_owned_rows(analysis)
+    _refuse_sizes_of_the_slice(analysis)
+    _refuse_partial_outputs(analysis)
+
+
+def _refuse_owned_rows(analysis: Analysis) -> None:
+    """A parameter with one row per position of the slice: the unsharded model cannot have it."""
+    owners = [o for o in analysis.track.axes.sequence.root().origins if str(o).startswith("placeholder ")]
+    for origin in owners:
+        name = str(origin).removeprefix("placeholder ")
+        user_input = next(
+            (i for i in analysis.inputs if str(analysis.shadow.inputs.get(i.node)) == name), None
+        )
+        if user_input is None:
+            continue
+        users = [u for u in user_input.node.users if u.op != "output"]
+        raise UnsupportedOp(
+            op_name(users[0]) if users else "an input",
+            location=user_location(users[0] if users else None),
+            why=f"`{user_input.name}` is whole on every rank, but one of its dimensions is combined with the "
+            "sequence, row by row: it would need the rows of the whole sequence.",
+            hints=[
+                "if it is an input that runs along the sequence, call zeco_compile.mark_sequence(tensor, dim)",
+                "if it is a table of positions, slice it by the length: table[: x.shape[1]]",
+            ],
+            node=str(user_input.node),
+        )
+
+
+def _refuse_sizes_of_the_slice(analysis: Analysis) -> None:
+    """A factory whose size follows from the length without being it, or whose positions belong to nothing."""
+    length = analysis.length
+    axes = analysis.track.axes
+    for node in analysis.shadow.graph.nodes:
+        user_node = analysis.user_node(node)
+        if user_node is None or settled(user_node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        if not analysis.is_constant(node):
+            continue
+        for atom in (a for dim in analysis.track.dims(node) for a in axes.flat(dim) if not a.sequence):
+            symbolic = not isinstance(length, int) and bool(
+                sympy.sympify(atom.size).free_symbols & sympy.sympify(length).free_symbols
+            )
+            ambiguous = (
+                isinstance(length, int)
+                and length > 1
+                and atom.size == length
+                and atom.origins <= {"position", "factory"}
+                and "position" in atom.origins
+            )
+            if symbolic or ambiguous:
+                raise UnsupportedOp(
+                    op_name(user_node),
+                    location=user_location(user_node),
+                    why=f"it makes a tensor of size {atom.size}, "
+                    + (
+                        "computed from the length of the slice: on the whole sequence it would be another."
+                        if symbolic
+                        else "which is the length of the slice, but nothing tells whether it means the length."
+                    ),
+                    node=str(user_node),
+                )
+
+
+def _refuse_partial_outputs(analysis: Analysis) -> None:
+    output = next(n for n in analysis.gm.graph.nodes if n.op == "output")
+    for argument in output.all_input_nodes:
+        for value in analysis.shadow.tensors_read(output, argument):
+            state = analysis.state(value)
+            dims = analysis.track.sequence_dims(value)
+            folded = any(len(analysis.track.axes.flat(analysis.track.dims(value)[d])) > 1 for d in dims)
+            first = dims and folded and not _outermost(analysis, value, dims)
+            if state is State.LOCAL and len(dims) <= 1 and not first:
+                continue
+            raise UnsupportedOp(
+                op_name(argument),
+                location=user_location(argument),
+                why="an output of the graph holds only some rows of the sequence (a slice of it, or rows of several "
+                "axes folded together), so the ranks' parts cannot be put side by side.",
+                node=str(argument),
+            )
+
+
+def _outermost(analysis: Analysis, value: fx.Node, dims: list[int]) -> bool:
+    """[B*T, D] is no slice of the whole [B*T, D] unless B is 1."""
+    flat = analysis.track.axes.flat(analysis.track.dims(value)[dims[0]])
+    return flat[0].sequence

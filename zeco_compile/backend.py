@@ -1,0 +1,64 @@
+"""`torch.compile(model, backend="zeco")`: the whole pipeline on one page.
+
+    the user's graph, traced by Dynamo on this rank's slice of the sequence
+      -> settings            what the user asked for, checked                            settings.py
+      -> refusals            graph breaks, the last recompilation before eager           guards.py
+      -> symbolic length     a second trace, in which the length is no constant          passes/length.py
+      -> rewrite             regions become one operator, other ops get what they need   rewrite.py
+      -> agreement           all ranks found and decided the same                        lowering/agreement.py
+      -> code                AOTAutograd, order against the exchange, Inductor           codegen.py
+      -> checked call        at every call: slices of equal length, marks as compiled    guards.py
+
+Anything that goes wrong is an error with the user's source line; nothing falls back to eager, which on a slice of
+the sequence would be a wrong number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from zeco_compile import guards, rewrite
+from zeco_compile.codegen import generate
+from zeco_compile.debug import DebugDump
+from zeco_compile.lowering.agreement import check_agreement
+from zeco_compile.passes.errors import refusing
+from zeco_compile.passes.inputs import graph_inputs
+from zeco_compile.passes.length import request_symbolic_length
+from zeco_compile.passes.report import Report
+from zeco_compile.reports import keep
+from zeco_compile.settings import Settings
+
+_graph_numbers = itertools.count()
+
+
+def zeco(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compiles one graph of Dynamo's for this rank's slice of the sequence. Called by `torch.compile`.
+
+    Returns a callable of the graph's inputs. Raises a `ZecoError` for everything that cannot be compiled.
+    """
+    with refusing("the compilation of a graph"):
+        settings = Settings.parse(options)
+        guards.refuse_graph_break(gm, settings)
+        guards.refuse_last_recompilation()
+        inputs = graph_inputs(gm, example_inputs, settings.seq_dim)
+        if settings.world_size > 1:
+            request_symbolic_length(inputs, example_inputs)
+
+        number = next(_graph_numbers)
+        report = Report(graph=number, settings=settings.to_dict())
+        dump = DebugDump(settings, settings.rank, number)
+        with dump.compiling(report, gm):
+            dump.graph("user_graph", gm)
+            ranks = rewrite.ranks_of(settings)
+            rewrite.rewrite(gm, example_inputs, settings, ranks, report, dump)
+            lengths = guards.lengths(inputs, example_inputs)
+            check_agreement(settings.group, f"graph {number}", rewrite.decided(report), lengths)
+            compiled = generate(gm, example_inputs, settings)
+        keep(report)
+        return guards.checked(compiled, inputs, settings, number)

@@ -1,0 +1,83 @@
+"""What is checked around a compilation, and at every call of what came out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zeco_compile.lowering.agreement import check_lengths
+from zeco_compile.marks import UNMARKED, sequence_mark
+from zeco_compile.passes import torch_private
+from zeco_compile.passes.errors import CompileError, GraphBreak, SequenceInputError
+from zeco_compile.passes.inputs import GraphInput
+from zeco_compile.passes.locations import innermost_user_frame
+from zeco_compile.settings import Settings
+
+
+class RecompilationLimit(CompileError):
+    """Dynamo is about to stop compiling this function and to run it in eager, on a slice of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this function has been compiled as often as torch._dynamo.config.recompile_limit allows; from the next "
+            "time on Dynamo would run it in eager, where nothing is exchanged between the ranks.",
+            hints=[
+                "find out what changes from call to call: TORCH_LOGS=recompiles",
+                "raise torch._dynamo.config.recompile_limit, or use fullgraph=True",
+            ],
+        )
+
+
+def refuse_graph_break(gm: fx.GraphModule, settings: Settings) -> None:
+    """Raises GraphBreak for a graph that ends in one, unless the user vouches for the code in between."""
+    found = torch_private.graph_break(gm)
+    if found is not None and settings.graph_breaks == "error" and settings.world_size > 1:
+        reason, stack = found
+        raise GraphBreak(reason, location=innermost_user_frame(stack))
+
+
+def refuse_last_recompilation() -> None:
+    """Raises RecompilationLimit at the last compilation that Dynamo allows."""
+    left = torch_private.compiles_left()
+    if left is not None and left < 1:
+        raise RecompilationLimit()
+
+
+def lengths(inputs: Sequence[GraphInput], values: Sequence[Any]) -> tuple[int, ...]:
+    """The rows of each input along the sequence, in order."""
+    return tuple(int(values[i.index].shape[i.along]) for i in inputs if i.along is not None)
+
+
+def checked(
+    compiled: Callable[..., Any], inputs: Sequence[GraphInput], settings: Settings, number: int
+) -> Callable[..., Any]:
+    """`compiled` behind the checks of every call: the ranks' slices are equally long, and each input runs along
+    the sequence in the dimension it was compiled for."""
+    if settings.world_size == 1:
+        return compiled
+    arguments = [each for each in inputs if each.kind == "argument"]
+    key = f"graph {number}"
+
+    def call(*values: Any) -> Any:
+        for each in arguments:
+            _refuse_other_mark(each, values[each.index], settings.seq_dim)
+        check_lengths(settings.group, lengths(inputs, values), key)
+        return compiled(*values)
+
+    return call
+
+
+def _refuse_other_mark(each: GraphInput, value: torch.Tensor, seq_dim: int) -> None:
+    mark = sequence_mark(value)
+    along = (seq_dim if value.dim() else None) if mark is UNMARKED else mark
+    if along != each.along:
+        raise SequenceInputError(
+            each.name,
+            tuple(value.shape),
+            f"it is marked to run along the sequence in dimension {along}, but the model was compiled for an input "
+            f"that does so in dimension {each.along}.",
+            hints=["mark inputs alike at every call, or compile the model a second time for the other kind"],
+        )

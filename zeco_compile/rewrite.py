@@ -1,0 +1,129 @@
+"""The rewriting of a graph, pass by pass: each analyses the graph as the one before has left it.
+
+    by name         operators of this package, called or substituted, get their group
+    by meaning      regions that compute linear attention become the operator
+    running sums    what remains of cumulative sums
+    length          numbers that the code computes from the length get the whole one
+    shard           every other op that mixes positions gets what it needs, or is refused
+    verify          the result is analysed from nothing, and has to be right as it stands
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from zeco_compile.debug import DebugDump
+from zeco_compile.lowering.all_scan import resolve_schedule
+from zeco_compile.passes import by_name, length, recognize, shard, verify
+from zeco_compile.passes.analysis import Analysis, analyse
+from zeco_compile.passes.report import PassRecord, Report
+from zeco_compile.passes.roles import NotLinearAttention
+from zeco_compile.passes.sharding_rules import Ranks
+from zeco_compile.settings import Settings
+
+
+@dataclass
+class _Rewriting:
+    """What the passes share: the graph, what it is rewritten for, and where they report."""
+
+    gm: fx.GraphModule
+    example_inputs: Sequence[Any]
+    settings: Settings
+    ranks: Ranks
+    wiring: recognize.Wiring
+    report: Report
+    attempts: list[tuple[fx.Node, str]]
+
+    def analyse(self) -> Analysis | None:
+        return analyse(self.gm, self.example_inputs, self.settings.seq_dim)
+
+
+def ranks_of(settings: Settings) -> Ranks:
+    return Ranks(settings.group, settings.rank, settings.world_size)
+
+
+def rewrite(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Settings,
+    ranks: Ranks,
+    report: Report,
+    dump: DebugDump,
+) -> None:
+    """Rewrites `gm` in place for this rank. Raises the errors of passes/errors.py."""
+    wiring = recognize.Wiring(resolve_schedule(settings.schedule), settings.blocks or 0, ranks.group)
+    work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [])
+    first = work.analyse()
+    report.rank, report.world_size, report.group = ranks.rank, ranks.world_size, ranks.group
+    if first is None:
+        return  # no input runs along the sequence: everything is whole on every rank
+    report.length = str(first.length)
+    report.seq_inputs = {i.name: i.along for i in first.inputs if i.kind == "argument"}
+    passes: list[tuple[str, Callable[[_Rewriting, Analysis, PassRecord], None]]] = [
+        ("by_name", _by_name),
+        ("by_meaning", _by_meaning),
+    ]
+    if ranks.world_size > 1:
+        passes += [("running_sums", _running_sums), ("length", _length), ("shard", _shard), ("verify", _verify)]
+    analysis: Analysis | None = first
+    for name, run in passes:
+        with report.recording(name, gm) as record:
+            if analysis is None:
+                analysis = work.analyse()
+                assert analysis is not None, "the inputs are the same in every pass"
+            run(work, analysis, record)
+            if record.matches:
+                gm.graph.lint()
+                gm.recompile()
+                analysis = None
+        dump.graph(f"after_{name}", gm)
+
+
+def decided(report: Report) -> dict[str, Any]:
+    """What all ranks must have decided alike."""
+    return {
+        "regions": [[r.name, r.family, r.how, str(r.location), r.scale] for r in report.regions],
+        "decisions": [[d.node, d.op, d.decision, str(d.location)] for d in report.decisions],
+        "inputs": {name: dim for name, dim in report.seq_inputs.items()},
+        "options": {k: str(v) for k, v in report.settings.items() if k not in ("debug_dir", "group")},
+    }
+
+
+def _by_name(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    found = by_name.wire_by_name(analysis, work.wiring, len(work.report.regions))
+    work.report.regions += found
+    record.matches = len(found)
+
+
+def _by_meaning(work: _Rewriting, analysis: Analysis, record: PassRecord, running_sums: bool = False) -> None:
+    recognition = recognize.recognize(analysis, shard.will_be_handled(analysis), running_sums=running_sums)
+    if not running_sums:
+        work.attempts = recognition.attempts
+    for match in recognition.matches:
+        try:
+            region = recognize.rewrite(analysis, match, work.wiring, len(work.report.regions))
+        except NotLinearAttention as why:
+            work.attempts.append((analysis.shadow.origin[match.region.output], str(why)))
+            continue
+        work.report.regions.append(region)
+        record.matches += 1
+
+
+def _running_sums(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    _by_meaning(work, analysis, record, running_sums=True)
+
+
+def _length(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = length.globalise_length(analysis, work.ranks.world_size, work.report.decisions)
+
+
+def _shard(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = shard.shard(analysis, work.ranks, work.report.decisions, attempts=work.attempts)
+
+
+def _verify(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    verify.verify(analysis)
