@@ -68,7 +68,7 @@ def raise_failures(outcomes: Sequence[Outcome]) -> None:
     if not failed:
         return
     text = "\n".join(f"--- rank {o.rank} of {len(outcomes)}: {describe(o)}\n{o.traceback}" for o in failed)
-    summary = "; ".join(f"rank {o.rank} {describe(o)}" for o in failed)
+    summary = "; ".join(f"rank {o.rank} {describe(o).partition(chr(10))[0]}" for o in failed)
     died = [o for o in failed if o.status == "died"]
     typed = [o.error for o in failed if isinstance(o.error, ZecoError)]
     if died:
@@ -76,7 +76,8 @@ def raise_failures(outcomes: Sequence[Outcome]) -> None:
     foreign = [o for o in failed if o.status == "raised" and not isinstance(o.error, ZecoError)]
     if typed and not foreign:
         error = typed[0]
-        error.add_note(f"raised on {len(typed)} of {len(outcomes)} ranks: {summary}")
+        others = "" if len(typed) == len(failed) else f"; {summary}"
+        error.add_note(f"(raised on {len(typed)} of {len(outcomes)} ranks{others})")
         raise error from RemoteTraceback(text)
     if foreign:
         raise RankFailed(f"{summary}\n{text}") from foreign[0].error
