@@ -7,7 +7,7 @@ says which, and this file is the only one of the passes to change.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,10 +22,14 @@ from torch._dynamo.exc import (
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import ChainedSource, CompileContext, TracingContext
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
+from torch.utils._ordered_set import OrderedSet
 
 
 class LoudBackendError(ShortenTraceback, UncapturedHigherOrderOpError):
@@ -185,3 +189,58 @@ def compiles_left() -> int | None:
     config = torch._dynamo.config
     limit = getattr(config, "recompile_limit", None) or config.cache_size_limit
     return int(limit) - 1 - int(compile_id.frame_compile_id)
+
+
+GraphPass = CustomGraphPass
+"""Base class of passes that Inductor's caches know by a `uuid`."""
+
+
+def pin_nodes(graph: fx.Graph, before: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+    """Makes Inductor's scheduler run each key after its values, which have to be tensors.
+
+    Wraps the key in ``control_deps``; on torch 2.11 a value that is a tuple would be ignored in silence.
+    """
+    preserve_node_ordering(graph, {node: OrderedSet(earlier) for node, earlier in before.items()})
+
+
+def passes_in_order(*passes: Any) -> Any:
+    """One graph pass for Inductor that runs several, in order, and is cacheable where all of them are.
+
+    A pass may be a `CustomGraphPass`, a plain function (which Inductor cannot cache), a tuple or list of
+    such (torch 2.13), or None.
+    """
+    flat = [each for given in passes for each in (given if isinstance(given, tuple | list) else [given])]
+    present = [each for each in flat if each is not None]
+    if len(present) == 1:
+        return present[0]
+    return _InferenceAwarePasses(present) if any(map(_knows_inference, present)) else _Passes(present)
+
+
+class _Passes(CustomGraphPass):
+    def __init__(self, passes: Sequence[Any]) -> None:
+        self.passes = tuple(passes)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for each in self.passes:
+            each(graph)
+
+    def uuid(self) -> Any:
+        identities = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes]
+        return tuple(identities) if all(identities) else None
+
+
+# torch 2.13 has passes that are told whether the graph is for inference; 2.11 has not
+_InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
+
+
+def _knows_inference(given: Any) -> bool:
+    return _InferenceAware is not CustomGraphPass and isinstance(given, _InferenceAware)
+
+
+class _InferenceAwarePasses(_Passes, _InferenceAware):  # type: ignore[misc]
+    def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
+        for each in self.passes:
+            if _knows_inference(each):
+                each(graph, is_inference)
+            else:
+                each(graph)
