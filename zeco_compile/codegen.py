@@ -1,48 +1,64 @@
 """From the rewritten graph to code that runs: AOTAutograd, then Inductor or the graphs as they are.
 
-Contract: `generate(gm, example_inputs, settings)` takes the graph that Dynamo gave and our passes rewrote, and
-returns the callable that a Dynamo backend returns. It changes no global configuration, and its result is
-cached by PyTorch's own caches (Inductor only), so in a warm process none of it may run.
+Contract: `generate(gm, example_inputs, settings)` takes the graph that Dynamo gave and our passes rewrote,
+and returns what a Dynamo backend returns. Forward and backward graphs go through the overlap pass on the way,
+which raises ``OrderLost`` rather than lose the order that it promises. No global configuration changes, and a
+pass that the user configured for Inductor still runs, before ours.
+
+PyTorch's caches stay usable with Inductor: in a warm process nothing of what is here may run but `generate`
+itself. What they know of us is `_identity`: they see the ops in a graph, but not what those do.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.compile_fx import compile_fx
 
+from zeco_compile import kernels, lowering, passes, torch_private
+from zeco_compile.passes.overlap import OverlapPass, order_transfers
+from zeco_compile.passes.torch_private import passes_in_order
 from zeco_compile.settings import Settings
 
 
 def generate(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
-    """Code for `gm`, forward and backward, as ``settings.codegen`` asks. To be called in a Dynamo backend."""
+    """Code for `gm`, forward and backward, as ``settings.codegen`` asks; takes over `gm`.
+
+    To be called by a Dynamo backend, within its call. Raises ``OrderLost``, and what AOTAutograd and Inductor
+    raise. The backward may be compiled later, when it is called.
+    """
     if settings.codegen == "aot_eager":
-        return _aot_eager(gm, example_inputs)
-    return compile_fx(gm, example_inputs, config_patches={})
+        return torch_private.compile_without_codegen(gm, example_inputs, _orderer(settings))
+    overlap = OverlapPass(overlap=settings.overlap, identity=_identity(settings))
+    patches = {"post_grad_custom_post_pass": passes_in_order(torch_private.configured_post_pass(), overlap)}
+    return torch_private.compile_with_inductor(gm, example_inputs, patches)
 
 
-def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    def compiler(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        graph_module.graph.set_codegen(fx.graph._BoxedCodeGen())
-        graph_module.recompile()
-        run = graph_module.forward
-        return _boxed(run)
+def _orderer(settings: Settings) -> Callable[[fx.Graph], None]:
+    """Nodes run in the order of the graph, so there is nothing to pin; without overlap, nothing to do."""
 
-    return aot_autograd(
-        fw_compiler=compiler,
-        bw_compiler=compiler,
-        partition_fn=min_cut_rematerialization_partition,
-        keep_inference_input_mutations=True,
-    )(gm, example_inputs)
+    def order(graph: fx.Graph) -> None:
+        if settings.overlap:
+            order_transfers(graph)
+
+    return order
 
 
-def _boxed(run: Callable[..., Any]) -> Callable[..., Any]:
-    def call(arguments: list[Any]) -> Any:
-        return run(arguments)
+def _identity(settings: Settings) -> str:
+    return f"{settings.identity()} {_source_hash()}"
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+
+@cache
+def _source_hash() -> str:
+    """Of the code that decides what our ops are traced into: a cached program is stale when it changes."""
+    digest = hashlib.sha256()
+    for package in (kernels, lowering, passes):
+        folder = Path(str(package.__file__)).parent
+        for file in sorted(folder.glob("**/*.py")):
+            digest.update(f"{package.__name__}/{file.relative_to(folder)}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

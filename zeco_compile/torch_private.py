@@ -6,10 +6,13 @@ test says which, and this file is the only one of this folder to change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch._logging
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 
 def trace_artifact(name: str, encoding: Literal["string", "json"], payload: Callable[[], str]) -> None:
@@ -25,3 +28,49 @@ def trace_artifact(name: str, encoding: Literal["string", "json"], payload: Call
         # this it would record a stack trace with every artifact to complain about that.
         expect_trace_id=False,
     )
+
+
+def configured_post_pass() -> Any:
+    """The pass (or passes, or None) that the user has Inductor run on graphs after AOTAutograd."""
+    from torch._inductor import config
+
+    return config.post_grad_custom_post_pass
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config_patches: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Inductor's code for forward and backward, both compiled under the patched configuration."""
+    # Inductor takes seconds to import
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=dict(config_patches))
+    return compiled
+
+
+def compile_without_codegen(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], graph_pass: Callable[[fx.Graph], None]
+) -> Callable[..., Any]:
+    """AOTAutograd with Inductor's partitioner, whose graphs run node by node after `graph_pass` on each."""
+
+    def compiler(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        graph_pass(graph_module.graph)
+        # inputs come as a list that the callee empties, so that they can be freed before it returns
+        graph_module.graph.set_codegen(fx.graph._BoxedCodeGen())
+        graph_module.recompile()
+        forward = graph_module.forward
+
+        def run(inputs: list[Any]) -> Any:
+            return forward(inputs)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    compiled: Callable[..., Any] = aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        partition_fn=min_cut_rematerialization_partition,
+        # as Inductor does: mutations of the inputs are copies at the end of the graph
+        keep_inference_input_mutations=True,
+    )(gm, example_inputs)
+    return compiled
