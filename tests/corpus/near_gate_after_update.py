@@ -1,0 +1,26 @@
+"""The decay multiplies the new outer product too: S = a (S + k v)."""
+
+import torch
+from torch import nn
+
+EXPECTED = {"refused": r"near_gate_after_update\.py"}
+LOCAL_LENGTHS = (5,)
+
+
+class Model(nn.Module):
+    def forward(self, q, k, v, g):
+        S = q.new_zeros(q.shape[0], q.shape[2], v.shape[2])
+        out = []
+        for t in range(q.shape[1]):
+            S = torch.exp(g[:, t])[:, :, None] * (S + k[:, t, :, None] * v[:, t, None, :])
+            out.append((q[:, t, :, None] * S).sum(1))
+        return torch.stack(out, 1)
+
+
+def make_model():
+    return Model()
+
+
+def make_inputs(batch, length, dtype):
+    q, k = (torch.randn(batch, length, 4, dtype=dtype) for _ in range(2))
+    return q, k, torch.randn(batch, length, 3, dtype=dtype), -0.3 * torch.rand(batch, length, 4, dtype=dtype)

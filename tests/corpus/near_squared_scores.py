@@ -1,0 +1,20 @@
+"""Second-degree polynomial attention: the scores are squared."""
+
+import torch
+from torch import nn
+
+EXPECTED = {"refused": r"near_squared_scores\.py"}
+LOCAL_LENGTHS = (5,)
+
+
+class Model(nn.Module):
+    def forward(self, q, k, v):
+        return (q @ k.mT).square().tril() @ v
+
+
+def make_model():
+    return Model()
+
+
+def make_inputs(batch, length, dtype):
+    return tuple(torch.randn(batch, length, 4, dtype=dtype) for _ in range(3))

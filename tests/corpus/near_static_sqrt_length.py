@@ -1,0 +1,25 @@
+"""Scores scaled with 1 / sqrt(T) in a model that loops over the length."""
+
+import torch
+from torch import nn
+
+EXPECTED = {"refused": r"near_static_sqrt_length\.py", "or_equal": True}
+LOCAL_LENGTHS = (5,)
+
+
+class Model(nn.Module):
+    def forward(self, a, b):
+        T = a.shape[1]
+        h, out = torch.zeros_like(b[:, 0]), []
+        for t in range(T):
+            h = a[:, t] * h + b[:, t]
+            out.append(h)
+        return torch.stack(out, 1).sum(dim=1) * T**-0.5
+
+
+def make_model():
+    return Model()
+
+
+def make_inputs(batch, length, dtype):
+    return 1 - 0.3 * torch.rand(batch, length, 4, dtype=dtype), torch.randn(batch, length, 4, dtype=dtype)
