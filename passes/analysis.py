@@ -82,11 +82,8 @@ class Analysis:
         return len(atoms) > len(set(atoms)) or (len(set(atoms)) > 1 and not set(atoms) <= set(whole))
 
     def is_misaligned(self, node: fx.Node) -> bool:
-        """Rows of different windows were combined: row i belongs to several positions."""
-        if not isinstance(node.meta.get("val"), torch.Tensor):
-            return False
-        flat = self.track.axes.flat
-        return any("misaligned" in a.origins for dim in self.track.dims(node) for a in flat(dim))
+        """Rows of different windows are combined: row i belongs to several positions."""
+        return node in self.track.misaligned
 
     def is_window(self, node: fx.Node) -> bool:
         if not isinstance(node.meta.get("val"), torch.Tensor):

@@ -143,15 +143,20 @@ class Axes:
             product = product * atom.size
         return product
 
-    def unify(self, a: Dim, b: Dim) -> None:
-        """Makes two dimensions one. Raises AxesConflict where their atoms cannot be matched."""
+    def unify(self, a: Dim, b: Dim) -> bool:
+        """Makes two dimensions one. False if they are windows of the sequence that begin at different rows, which
+        stay two. Raises AxesConflict where their atoms cannot be matched."""
+        aligned = True
         left, right = list(self.flat(a)), list(self.flat(b))
         while left and right:
             x, y = left[0].root(), right[0].root()
             if x is y:
                 left.pop(0), right.pop(0)
             elif same_size(x.size, y.size):
-                self._union(x, y)
+                if x.window != y.window and x.window is not None and y.window is not None:
+                    aligned = False
+                else:
+                    self._union(x, y)
                 left.pop(0), right.pop(0)
             elif (ratio := _quotient(x.size, y.size)) is not None:
                 left[:1] = self._split(x, y.size, ratio)
@@ -162,6 +167,7 @@ class Axes:
         for rest in (*left, *right):
             if not same_size(rest.size, 1):
                 raise AxesConflict(f"{a} against {b}")
+        return aligned
 
     def regroup(self, dims: Sequence[Dim], sizes: Sequence[Size]) -> list[Dim] | None:
         """The dimensions of a view of `dims` with these sizes; None where it cuts across axes."""
@@ -208,9 +214,6 @@ class Axes:
 
     def _union(self, x: Atom, y: Atom) -> None:
         keep, drop = (x, y) if x.sequence or not y.sequence else (y, x)
-        if drop.sequence and keep is not drop:
-            # Two windows of the same size that start at different rows: the value has rows of both.
-            keep.origins.add("misaligned")
         drop._parent = keep
         keep.origins |= drop.origins
 

@@ -38,6 +38,8 @@ class Tracking:
         self.axes = Axes(length)
         self.actions: dict[fx.Node, list[Action]] = {}
         self.problems: dict[fx.Node, str] = {}
+        self.misaligned: set[fx.Node] = set()
+        """Ops that combine rows of the sequence with rows at other positions."""
         self._dims: dict[fx.Node, Any] = {}
         self._stepwise: set[fx.Node] = set()
 
@@ -117,7 +119,8 @@ class Tracking:
         if not a or not b:
             return a or b
         try:
-            self.axes.unify(a, b)
+            if not self.axes.unify(a, b):
+                self.misaligned.add(node)
         except AxesConflict as conflict:
             self.problems[node] = f"axes that do not match: {conflict}"
             self.act(node, a, "unknown")
