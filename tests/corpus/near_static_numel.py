@@ -1,0 +1,25 @@
+"""A mean as the sum over numel() in a model that loops over the length."""
+
+import torch
+from torch import nn
+
+EXPECTED = {"refused": r"near_static_numel\.py", "or_equal": True}
+LOCAL_LENGTHS = (5,)
+
+
+class Model(nn.Module):
+    def forward(self, a, b):
+        h, out = torch.zeros_like(b[:, 0]), []
+        for t in range(a.shape[1]):
+            h = a[:, t] * h + b[:, t]
+            out.append(h)
+        y = torch.stack(out, 1)
+        return y.square().sum() / y.numel()
+
+
+def make_model():
+    return Model()
+
+
+def make_inputs(batch, length, dtype):
+    return 1 - 0.3 * torch.rand(batch, length, 4, dtype=dtype), torch.randn(batch, length, 4, dtype=dtype)
