@@ -11,8 +11,9 @@ every pair of ``zeco::scan_start`` and ``zeco::scan_wait``:
   communicator, it would wait for the whole scan;
 - the wait stands right before its first user.
 
-Communications keep one order, which depends on the graph alone: ranks with equal graphs (constants may
-differ) submit them in the same order. Starts do not pass other communications: a graph that recomputes its
+Communications get one order, which depends on the graph alone: ranks with equal graphs (constants may differ)
+submit them in the same order. A start stays behind the communication that it stood behind, where that is
+waited for later too: independent layers get two exchanges in flight, not all, and a graph that recomputes its
 activations layer by layer keeps doing so.
 
 `pin_order` makes a compiler that schedules anew (Inductor) keep that: all communications in a chain, and
@@ -29,7 +30,8 @@ stand after its own wait.
         move what the start does not need, out of the stretch, behind the start
         move the wait before its first user
     emit the nodes, always the first of `order` whose dependencies are out: inputs, start before work before
-        wait, communications in their order, random numbers in theirs, nothing across a mutation
+        wait, random numbers and the user's collectives as they were, reads and writes of mutated memory too
+    move every wait before its first user again
 """
 
 from __future__ import annotations
@@ -43,8 +45,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from zeco_compile.lowering import attention, exchange  # noqa: F401 (these register the ops named below)
+from zeco_compile.lowering.torch_private import storage_key
 from zeco_compile.passes import torch_private
 from zeco_compile.passes.errors import CompileError
 from zeco_compile.passes.locations import user_location
@@ -175,7 +179,10 @@ def order_transfers(graph: fx.Graph) -> tuple[Transfer, ...]:
     wanted = list(original)
     for transfer in transfers:
         wanted = _wait_late(_start_early(_exchanges_first(wanted, transfer), transfer), transfer)
-    ordered = _emit(wanted, _dependencies(original, wanted, transfers))
+    ordered = _emit(wanted, _dependencies(original, transfers))
+    for transfer in transfers:
+        # again: what a user needs besides may have come later than it was wanted
+        ordered = _wait_late(ordered, transfer)
     _rearrange(graph, ordered)
     _verify(graph, transfers)
     graph.lint()
@@ -202,8 +209,6 @@ def _start_early(order: list[fx.Node], transfer: Transfer) -> list[fx.Node]:
     # A start does not pass inputs, nor a communication that it could do without.
     fixed = [n for n in order[:end] if n.op == "placeholder" or (communicates(n) and n not in needed)]
     begin = 1 + ahead[fixed[-1]] if fixed else 0
-    # Ahead of the start's own exchanges nothing moves either: less is gained than memory lost.
-    needed |= {node for node in order[begin:end] if communicates(node)}
     stretch = order[begin:end]
     first = [node for node in stretch if node in needed]
     later = [node for node in stretch if node not in needed]
@@ -233,7 +238,7 @@ def _ancestors(nodes: Iterable[fx.Node], within: Iterable[fx.Node]) -> set[fx.No
 
 
 def _dependencies(
-    original: list[fx.Node], wanted: list[fx.Node], transfers: Sequence[Transfer]
+    original: list[fx.Node], transfers: Sequence[Transfer]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
     """All (earlier, later) pairs that an order has to respect."""
     for node in original:
@@ -244,20 +249,49 @@ def _dependencies(
             yield transfer.start, work
             # the item is what a scheduler can wait for
             yield _tensor_of(work), transfer.wait
-    yield from itertools.pairwise(node for node in wanted if communicates(node))
     yield from itertools.pairwise(node for node in original if _is_collective(node))
     yield from itertools.pairwise(node for node in original if _is_random(node))
-    fence: fx.Node | None = None
-    since: list[fx.Node] = []
-    for node in original:
-        if node.op in ("placeholder", "output", "get_attr"):
-            continue
-        if fence is not None:
-            yield fence, node
-        since.append(node)
-        if _mutates(node):
-            yield from ((earlier, node) for earlier in since[:-1])
-            fence, since = node, []
+    yield from _around_mutations(original)
+
+
+def _around_mutations(original: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What a mutation must not pass: the reads and writes of the same memory."""
+    written = {key for node in original for key in _written(node)}
+    last_write: dict[int, fx.Node] = {}
+    reads: dict[int, list[fx.Node]] = {key: [] for key in written}
+    for node in original if written else ():
+        writes = _written(node)
+        touched = {key for each in (node, *node.all_input_nodes) for key in _memory(each)} & written
+        for key in touched:
+            if key in last_write:
+                yield last_write[key], node
+            if key in writes:
+                yield from ((read, node) for read in reads[key])
+                last_write[key], reads[key] = node, []
+            else:
+                reads[key].append(node)
+
+
+def _memory(node: fx.Node) -> set[int]:
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return {storage_key(value) for value in values if isinstance(value, torch.Tensor)}
+
+
+def _written(node: fx.Node) -> set[int]:
+    """The memory that a node changes; of ops without a schema, all that it is given."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        schema = node.target._schema
+        changed = [
+            argument(node, each.name)
+            for each in schema.arguments
+            if each.alias_info and each.alias_info.is_write
+        ]
+    elif isinstance(node.target, torch._ops.HigherOrderOperator) and node.is_impure():
+        changed = list(node.all_input_nodes)
+    else:
+        return set()
+    nodes = [each for each in pytree.tree_leaves(changed) if isinstance(each, fx.Node)]
+    return {key for each in nodes for key in _memory(each)}
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -268,14 +302,6 @@ def _is_random(node: fx.Node) -> bool:
 def _is_collective(node: fx.Node) -> bool:
     """Collectives of the user, which too have to be in one order on all ranks."""
     return "c10d" in str(getattr(node.target, "namespace", ""))
-
-
-def _mutates(node: fx.Node) -> bool:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable) and not _is_random(node)
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return node.is_impure()
-    return node.op == "call_module"
 
 
 def _emit(wanted: list[fx.Node], dependencies: Iterable[tuple[fx.Node, fx.Node]]) -> list[fx.Node]:
@@ -303,7 +329,7 @@ def _emit(wanted: list[fx.Node], dependencies: Iterable[tuple[fx.Node, fx.Node]]
         stuck = next(node for node in wanted if missing[node])
         raise OrderLost(
             "an exchange of states cannot run beside its work: the order that this takes has a cycle (work "
-            "that needs its own exchange, or a mutation between them).",
+            "that needs its own exchange, or random numbers or a mutation in between).",
             stuck,
         )
     return ordered
