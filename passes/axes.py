@@ -172,6 +172,8 @@ class Axes:
     def regroup(self, dims: Sequence[Dim], sizes: Sequence[Size]) -> list[Dim] | None:
         """The dimensions of a view of `dims` with these sizes; None where it cuts across axes."""
         pending = [atom for dim in dims for atom in self.flat(dim)]
+        if any(same_size(size, 0) for size in sizes):
+            return self._regroup_nothing(pending, sizes)
         out: list[Dim] = []
         for size in sizes:
             taken: list[Atom] = []
@@ -211,6 +213,27 @@ class Axes:
         if pending and out:
             out[-1] = (*out[-1], *pending)
         return out
+
+    def _regroup_nothing(self, atoms: list[Atom], sizes: Sequence[Size]) -> list[Dim] | None:
+        """A view of a value without elements, `x[:, :-1]` of one token: the empty axis may be any size there."""
+        empty = [atom for atom in atoms if same_size(atom.size, 0)]
+        if len(empty) != 1 or sum(same_size(size, 0) for size in sizes) != 1:
+            return None
+        others: Any = 1
+        for size in sizes:
+            others = others if same_size(size, 0) else others * size
+        stand_in = 1_000_003  # a prime, so that no other axis is taken for a part of it
+        total: Any = stand_in
+        for atom in atoms:
+            total = total if atom is empty[0] else total * atom.size
+        joined = _quotient(total, others)
+        if joined is None:
+            return None
+        empty[0].size = stand_in
+        try:
+            return self.regroup([tuple(atoms)], [joined if same_size(size, 0) else size for size in sizes])
+        finally:
+            empty[0].size = 0
 
     def _union(self, x: Atom, y: Atom) -> None:
         keep, drop = (x, y) if x.sequence or not y.sequence else (y, x)

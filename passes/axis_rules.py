@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zeco_compile.passes.axes import Dim, Dims, Size, size_of
+from zeco_compile.passes.axes import Dim, Dims, Size, same_size, size_of
 from zeco_compile.passes.schema import argument, shape, tensors
 from zeco_compile.passes.tracking import Tracking
 
@@ -96,10 +96,19 @@ def view(track: Tracking, node: fx.Node) -> None:
 
 @rule(*_ops("expand", "expand_copy"))
 def expand(track: Tracking, node: fx.Node) -> None:
-    source = track.dims(tensors(node)[0])
+    source = tensors(node)[0]
     sizes = shape(node)
-    padded = ((),) * (len(sizes) - len(source)) + source
-    track.out(node, tuple(d or track.axes.fresh(s, "broadcast") for d, s in zip(padded, sizes, strict=True)))
+    missing = len(sizes) - len(shape(source))
+    dims = ((),) * missing + track.dims(source)
+    before = (1,) * missing + shape(source)
+    out: list[Dim] = []
+    for dim, old, new in zip(dims, before, sizes, strict=True):
+        if dim and same_size(old, 1) and not same_size(new, 1):
+            track.act(node, dim, "unknown")  # the one token of a rank, copied along an axis
+            out.append(track.axes.fresh(new, "broadcast"))
+        else:
+            out.append(dim or track.axes.fresh(new, "broadcast"))
+    track.out(node, tuple(out))
 
 
 @rule(*_ops("permute"))

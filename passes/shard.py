@@ -82,7 +82,7 @@ def refuse_mixed(analysis: Analysis, attempts: Sequence[tuple[fx.Node, str]] = (
             op_name(user_node),
             location=user_location(user_node),
             why=_why(analysis, guilty[0], user_node, attempts),
-            hints=_hints(analysis, attempts),
+            hints=_hints(analysis, user_node, attempts),
             node=str(user_node),
         )
 
@@ -98,21 +98,32 @@ def _why(
         what = "its result has two axes along the sequence, a value for each pair of positions"
     elif analysis.is_misaligned(node):
         what = "it combines rows of the sequence with rows at other positions"
+    elif analysis.is_table_lookup(node) and analysis.length == 1:
+        what = "with one token per rank it cannot be told whether it reads the first row or the row of each position"
     elif analysis.is_table_lookup(node):
         what = "it reads rows by position from a tensor that is whole on every rank, in a way that is not followed"
     else:
         what = f"it looks at other positions ({', '.join(sorted(kinds))} along the sequence: `{operation}`)"
     text = f"{what}, and no rule says how to compute it on a slice."
-    if attempts:
-        end, reason = attempts[0]
+    if (attempt := _nearest(analysis, user_node, attempts)) is not None:
+        end, reason = attempt
         where = user_location(end)
         text += f" It was not taken for linear attention either: what ends at {where} ({end}): {reason}."
     return text
 
 
-def _hints(analysis: Analysis, attempts: Sequence[tuple[fx.Node, str]]) -> list[str]:
+def _nearest(
+    analysis: Analysis, user_node: fx.Node, attempts: Sequence[tuple[fx.Node, str]]
+) -> tuple[fx.Node, str] | None:
+    """The first attempt that ends at this node or later."""
+    order = {node: i for i, node in enumerate(analysis.gm.graph.nodes)}
+    later = [a for a in attempts if order.get(a[0], -1) >= order[user_node]]
+    return later[0] if later else None
+
+
+def _hints(analysis: Analysis, user_node: fx.Node, attempts: Sequence[tuple[fx.Node, str]]) -> list[str]:
     hints = []
-    if attempts:
+    if _nearest(analysis, user_node, attempts) is not None:
         hints.append(
             "if this is gated linear attention, call zeco_compile.gated_linear_attention(q, k, v, g) in its place"
         )

@@ -563,6 +563,8 @@ def _table_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         return None
     (node,) = lookups
     table = node.args[0]
+    if analysis.length == 1:
+        return None  # table[:T] and table[:1] look alike, and mean different rows
     if user_node.target is not operator.getitem or not isinstance(user_node.args[0], fx.Node):
         return None
     if analysis.shadow.reads.get((user_node, user_node.args[0])) is not table:

@@ -160,7 +160,9 @@ class Tracking:
         flat = self.axes.flat(dim)
         window = flat[0].window if len(flat) == 1 else None
         if window is None or step != 1:
-            return self.axes.fresh(size_out, "slice")
+            # One token per rank: `table[:T]` and `table[:1]` look alike, so the row may be the sequence's.
+            one = same_size(size_out, 1) and same_size(self.axes.length, 1)
+            return (Atom(1, "slice"),) if one else self.axes.fresh(size_out, "slice")
         start = 0 if start is None else start
         if _is_negative(start):
             start = start + size_in
