@@ -103,6 +103,12 @@ class Analysis:
 
     _constants: set[fx.Node] = field(default_factory=set)
 
+    @property
+    def real_length(self) -> int:
+        """The rows of this rank's slice at this call, also where the trace has a symbol for them."""
+        each = next(i for i in self.inputs if i.along is not None)
+        return int(self.example_inputs[each.index].shape[each.along])
+
     def escapes(self, user_node: fx.Node) -> list[fx.Node]:
         """ATen nodes of one user node that others read."""
         group = self.shadow.groups.get(user_node, [])

@@ -14,6 +14,7 @@ from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.recognize import Wiring
+from zeco_compile.passes.region import Sizes
 from zeco_compile.passes.report import Region, Role
 from zeco_compile.passes.sharding_rules import settle, settled
 
@@ -77,4 +78,24 @@ def _report(analysis: Analysis, node: fx.Node, given: dict[str, object], number:
         location=user_location(node),
         roles=roles,
         scale=f"{given['scale']:.6g}",
+        sizes=_sizes(analysis, node, given),
     )
+
+
+def _sizes(analysis: Analysis, node: fx.Node, given: dict[str, object]) -> dict[str, int]:
+    at = Sizes(analysis, analysis.real_length)
+    q, v = (analysis.shadow.tensors_read(node, given[name])[0] for name in ("q", "v"))  # type: ignore[arg-type]
+    (batch, _, heads, key), value = at.shape(q), at.shape(v)[3]
+    g = given.get("g")
+    per_channel = isinstance(g, fx.Node) and analysis.shadow.tensors_read(node, g)[0].meta["val"].dim() == 4
+    dtype = v.meta["val"].dtype
+    return {
+        "B": batch,
+        "T": at.length,
+        "H": heads,
+        "K": key,
+        "V": value,
+        "decay width": key if per_channel else 1,
+        "bytes of v": dtype.itemsize,
+        "bytes of the state": 8 if dtype == torch.float64 else 4,
+    }

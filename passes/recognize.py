@@ -415,9 +415,26 @@ def _report(
         scale=f"{roles.scale:.6g}",
         layout="; ".join(f"{kind.name.lower()} {kind.value}" for kind in (Canonical.KEY, Canonical.VALUE)),
         notes=[f"{len(region.user_nodes)} nodes of your graph became one operator"],
+        sizes=_sizes(analysis, match),
         check_error=match.error,
         sizes_checked=list(match.sizes),
     )
+
+
+def _sizes(analysis: Analysis, match: Match) -> dict[str, int]:
+    axes, at = match.roles.axes, Sizes(analysis, analysis.real_length)
+    dtype = _promoted([*match.roles.q, *match.roles.k, *match.roles.v], match.region.output.meta["val"].dtype)
+    key = at.of_dim(axes.key)
+    return {
+        "B": at.of_dim(axes.batch),
+        "T": at.length,
+        "H": at.of_dim(axes.heads),
+        "K": key,
+        "V": at.of_dim(axes.value),
+        "decay width": key if axes.gate_has_key else 1,
+        "bytes of v": dtype.itemsize,
+        "bytes of the state": 8 if dtype == torch.float64 else 4,
+    }
 
 
 def _role(analysis: Analysis, node: fx.Node, transform: str) -> Role:

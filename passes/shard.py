@@ -15,7 +15,7 @@ from torch import fx
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.locations import user_location
-from zeco_compile.passes.report import Decision, op_name
+from zeco_compile.passes.report import Communication, Decision, Report, op_name
 from zeco_compile.passes.sharding_rules import Plan, Ranks, plan, settled
 
 Fallback = Callable[[Analysis, fx.Node], Plan | None]
@@ -39,7 +39,7 @@ def will_be_handled(analysis: Analysis) -> Callable[[fx.Node], bool]:
 def shard(
     analysis: Analysis,
     ranks: Ranks,
-    decisions: list[Decision],
+    report: Report,
     *,
     attempts: Sequence[tuple[fx.Node, str]] = (),
     fallback: Fallback | None = None,
@@ -61,11 +61,15 @@ def shard(
     assign_states(analysis, handled)
     refuse_mixed(analysis, attempts)
     for user_node, found in plans.items():
-        decisions.append(
+        report.decisions.append(
             Decision(
                 str(user_node), op_name(user_node), found.decision, user_location(user_node), found.detail
             )
         )
+        report.communication += [
+            Communication(f"{found.decision} of {user_node}", way, "", sent, 2)
+            for way, sent in found.exchanges
+        ]
     for found in plans.values():
         found.apply(ranks)
     return len(plans)

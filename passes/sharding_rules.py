@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State
+from zeco_compile.passes.region import Sizes
 from zeco_compile.passes.schema import argument
 
 aten = torch.ops.aten
@@ -40,11 +41,15 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Plan:
-    """`apply(ranks)` rewrites the user's graph; `decision` and `detail` go into the report."""
+    """`apply(ranks)` rewrites the user's graph; `decision`, `detail` and `exchanges` go into the report.
+
+    `exchanges` are (direction, bytes that a rank sends in the forward).
+    """
 
     decision: str
     detail: str
     apply: Callable[[Ranks], None]
+    exchanges: tuple[tuple[str, int], ...] = ()
 
 
 def plan(analysis: Analysis, user_node: fx.Node) -> Plan | None:
@@ -114,6 +119,22 @@ _VIEWS = (
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.clone.default,
     aten.expand.default, aten.t.default, aten._to_copy.default, aten.alias.default, aten.detach.default,
 )  # fmt: skip
+
+
+def _bytes(analysis: Analysis, value: fx.Node, along: int | None = None, rows: int = 1) -> int:
+    """Bytes of a value, or of some of its rows along the sequence, at the sizes of this call."""
+    at = Sizes(analysis, analysis.real_length)
+    count = value.meta["val"].dtype.itemsize
+    for i, dim in enumerate(analysis.track.dims(value)):
+        count *= rows if i == along else at.of_dim(dim)
+    return int(count)
+
+
+def _halo_exchanges(
+    analysis: Analysis, value: fx.Node, dim: int, left: int, right: int
+) -> tuple[tuple[str, int], ...]:
+    sent = (("to the next rank", left), ("to the previous rank", right))
+    return tuple((way, _bytes(analysis, value, dim, rows)) for way, rows in sent if rows > 0)
 
 
 def _through_views(node: fx.Node) -> fx.Node:
@@ -203,7 +224,12 @@ def _reduction(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         settle(user_node)
 
     what = "mean of the ranks' means" if mean else "sum of the ranks' sums"
-    return Plan("all-reduce", f"{node.target.overloadpacket.__name__} over the sequence: {what}", apply)
+    return Plan(
+        "all-reduce",
+        f"{node.target.overloadpacket.__name__} over the sequence: {what}",
+        apply,
+        (("among all ranks", _bytes(analysis, output)),),
+    )
 
 
 # ------------------------------------------------------------------------------------------------- cross entropy
@@ -256,7 +282,11 @@ def _cross_entropy(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     detail = "global sum over the global count of labels" if reduction == "mean" else "sum over all ranks"
     if shift is not None:
         detail += f"; labels shifted by {shift.by} across the ranks' borders"
-    return Plan("all-reduce", detail, apply)
+    exchanges = [("among all ranks", 8 if reduction == "mean" else 4)]
+    if shift is not None:
+        base = shift.labels[0]
+        exchanges.append(("to the previous rank", _bytes(analysis, base, _row_dim(analysis, base), shift.by)))
+    return Plan("all-reduce", detail, apply, tuple(exchanges))
 
 
 _CE_NAMES = (
@@ -399,7 +429,12 @@ def _convolution(analysis: Analysis, user_node: fx.Node) -> Plan | None:
             user_node.kwargs = {**given, "input": rows, "padding": tuple(paddings)}
         settle(user_node)
 
-    return Plan("halo exchange", f"convolution over {reach + 1} rows; {padding} from the neighbour", apply)
+    return Plan(
+        "halo exchange",
+        f"convolution over {reach + 1} rows; {padding} from the neighbour",
+        apply,
+        _halo_exchanges(analysis, source, dim, padding, 0 if crop_right else padding),
+    )
 
 
 _CONV_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -505,6 +540,7 @@ def _concatenation(analysis: Analysis, user_node: fx.Node) -> Plan | None:
             "halo exchange",
             f"shift by {count} row(s)",
             _shifted(user_node, edge, dim, count, holder),
+            _halo_exchanges(analysis, base, dim, *((count, 0) if edge == 0 else (0, count))),
         )
     return None
 
@@ -616,7 +652,12 @@ def _single_token(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         _replace_value(user_node, new, [new])
         settle(user_node)
 
-    return Plan("from owner", f"the {'first' if first else 'last'} token, from the rank that has it", apply)
+    return Plan(
+        "from owner",
+        f"the {'first' if first else 'last'} token, from the rank that has it",
+        apply,
+        (("among all ranks", _bytes(analysis, output)),),
+    )
 
 
 _RULES: tuple[Callable[[Analysis, fx.Node], Plan | None], ...] = (

@@ -1,11 +1,11 @@
 """The rewriting of a graph, pass by pass: each analyses the graph as the one before has left it.
 
-    by name         operators of this package, called or substituted, get their group
-    by meaning      regions that compute linear attention become the operator
-    running sums    what remains of cumulative sums
-    length          numbers that the code computes from the length get the whole one
-    shard           every other op that mixes positions gets what it needs, or is refused
-    verify          the result is analysed from nothing, and has to be right as it stands
+by name         operators of this package, called or substituted, get their group
+by meaning      regions that compute linear attention become the operator
+running sums    what remains of cumulative sums
+length          numbers that the code computes from the length get the whole one
+shard           every other op that mixes positions gets what it needs, or is refused
+verify          the result is analysed from nothing, and has to be right as it stands
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 from torch import fx
 
 from zeco_compile.debug import DebugDump
+from zeco_compile.lowering import volume
 from zeco_compile.lowering.all_scan import resolve_schedule
 from zeco_compile.passes import by_name, length, recognize, shard, verify
 from zeco_compile.passes.analysis import Analysis, analyse
-from zeco_compile.passes.report import PassRecord, Report
+from zeco_compile.passes.report import Communication, PassRecord, Report
 from zeco_compile.passes.roles import NotLinearAttention
 from zeco_compile.passes.sharding_rules import Ranks
 from zeco_compile.settings import Settings
@@ -68,7 +69,12 @@ def rewrite(
         ("by_meaning", _by_meaning),
     ]
     if ranks.world_size > 1:
-        passes += [("running_sums", _running_sums), ("length", _length), ("shard", _shard), ("verify", _verify)]
+        passes += [
+            ("running_sums", _running_sums),
+            ("length", _length),
+            ("shard", _shard),
+            ("verify", _verify),
+        ]
     analysis: Analysis | None = first
     for name, run in passes:
         with report.recording(name, gm) as record:
@@ -81,6 +87,42 @@ def rewrite(
                 gm.recompile()
                 analysis = None
         dump.graph(f"after_{name}", gm)
+    if ranks.world_size > 1:
+        report.communication[:0] = _scans(work)
+
+
+def _scans(work: _Rewriting) -> list[Communication]:
+    """What the scan of each region sends, and what other ways to do the same would."""
+    out = []
+    ranks, schedule = work.ranks, work.wiring.schedule
+    for region in work.report.regions:
+        sizes = region.sizes
+        layer = volume.LayerSize(
+            batch=sizes["B"],
+            length=sizes["T"],
+            heads=sizes["H"],
+            key_dim=sizes["K"],
+            value_dim=sizes["V"],
+            decay_width=sizes["decay width"],
+            value_bytes=sizes["bytes of v"],
+            state_bytes=sizes["bytes of the state"],
+        )
+        for way, place in (("to the next rank", ranks.rank), ("to the previous rank", -1 - ranks.rank)):
+            sent = volume.schedule_bytes(schedule, layer, place % ranks.world_size, ranks.world_size)
+            out.append(
+                Communication(
+                    f"{schedule} of {region.name}, {'forward' if place >= 0 else 'backward'}",
+                    way if schedule != "lasp2" else "among all ranks",
+                    f"B*H*K*V*{layer.state_bytes}" if schedule in ("all_scan", "lasp1") else "",
+                    sent,
+                    1,
+                    {
+                        "all-gather of states": volume.gather_states_bytes(layer, ranks.world_size),
+                        "all-gather of k and v": volume.gather_keys_and_values_bytes(layer, ranks.world_size),
+                    },
+                )
+            )
+    return out
 
 
 def decided(report: Report) -> dict[str, Any]:
@@ -122,7 +164,7 @@ def _length(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
 
 
 def _shard(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
-    record.matches = shard.shard(analysis, work.ranks, work.report.decisions, attempts=work.attempts)
+    record.matches = shard.shard(analysis, work.ranks, work.report, attempts=work.attempts)
 
 
 def _verify(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
