@@ -181,7 +181,9 @@ def _probe_sizes(region: Region, analysis: Analysis) -> list[Sizes]:
     beyond = largest_constant(region.interior) + 3
     if beyond > 2048:
         raise NotLinearAttention(f"the number {beyond - 3} in it is too large to be probed beyond")
-    return [_affordable(region, analysis, t) for t in (7, 4, max(11, beyond))]
+    rows = min((m.rows for m in region.masks), default=beyond + 11)
+    lengths = [t for t in (min(7, rows), 4, min(max(11, beyond), rows)) if t <= rows]
+    return [_affordable(region, analysis, t) for t in lengths]
 
 
 def _affordable(region: Region, analysis: Analysis, length: int) -> Sizes:
@@ -414,7 +416,10 @@ def _report(
         roles=entries,
         scale=f"{roles.scale:.6g}",
         layout="; ".join(f"{kind.name.lower()} {kind.value}" for kind in (Canonical.KEY, Canonical.VALUE)),
-        notes=[f"{len(region.user_nodes)} nodes of your graph became one operator"],
+        notes=[
+            f"{len(region.user_nodes)} nodes of your graph became one operator",
+            *(f"the causal mask in `{mask.name}` was taken as it is" for mask in region.masks),
+        ],
         sizes=_sizes(analysis, match),
         check_error=match.error,
         sizes_checked=list(match.sizes),

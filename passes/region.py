@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 
 from zeco_compile.passes.analysis import Analysis, State
 from zeco_compile.passes.axes import Atom, Dim, Size
+from zeco_compile.passes.masks import CausalMask, causal_mask
+from zeco_compile.passes.schema import argument
 
 aten = torch.ops.aten
 
@@ -36,6 +38,12 @@ class Region:
     user_nodes: tuple[fx.Node, ...]
     """The nodes of the user's graph that the interior belongs to."""
 
+    masks: tuple[CausalMask, ...] = ()
+    """Buffers whose values the region takes as they are."""
+
+    masks_at: tuple[fx.Node, ...] = ()
+    """Their placeholders in the shadow graph; not among `inputs`."""
+
     initial_state: fx.Node | None = None
     """Where the region makes zeros for a state that it carries from step to step; with `final_state`, its value
     after the last step, the region can be run piece by piece."""
@@ -47,6 +55,7 @@ def cut_region(analysis: Analysis, output: fx.Node, limit: int) -> Region | None
     origin = analysis.shadow.origin
     inputs: dict[fx.Node, None] = {}
     interior: set[fx.Node] = set()
+    masks: dict[fx.Node, CausalMask] = {}
     stack = [output]
     while stack:
         node = stack.pop()
@@ -59,6 +68,9 @@ def cut_region(analysis: Analysis, output: fx.Node, limit: int) -> Region | None
             outside = source.op != "call_function" or origin.get(source) is not origin.get(node)
             local = analysis.state(source) is State.LOCAL and not analysis.is_constant(source)
             if outside and local:
+                if _read_by_position(analysis, node) and (mask := causal_mask(analysis, source)) is not None:
+                    masks[source] = mask
+                    continue
                 inputs[source] = None
                 if len(inputs) > limit:
                     return None
@@ -68,7 +80,13 @@ def cut_region(analysis: Analysis, output: fx.Node, limit: int) -> Region | None
                 return None
     ordered = tuple(n for n in analysis.shadow.graph.nodes if n in interior)
     user_nodes = tuple(dict.fromkeys(origin[n] for n in ordered if n in origin))
-    return Region(output, tuple(inputs), ordered, user_nodes)
+    if any(mask in inputs for mask in masks):
+        return None  # read in two ways
+    return Region(output, tuple(inputs), ordered, user_nodes, tuple(masks.values()), tuple(masks))
+
+
+def _read_by_position(analysis: Analysis, reader: fx.Node) -> bool:
+    return analysis.is_table_lookup(reader) or analysis.is_pair(reader)
 
 
 _ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
@@ -211,13 +229,17 @@ def _run(
     given: Mapping[fx.Node, torch.Tensor],
 ) -> dict[fx.Node, Any]:
     env: dict[fx.Node, Any] = dict(values)
+    for node, mask in zip(region.masks_at, region.masks, strict=True):
+        data = sizes.analysis.example_inputs[mask.index].detach().cpu()
+        env[node] = data.double() if data.is_floating_point() else data
     last_use = {source: node for node in region.interior for source in node.all_input_nodes}
+    masks = set(region.masks_at)
     keep = {region.output, region.initial_state, region.final_state}
     with torch.no_grad():
         for node in region.interior:
             env[node] = given[node] if node in given else _compute(node, env, sizes)
             for source in node.all_input_nodes:
-                if last_use.get(source) is node and source not in keep and source not in values:
+                if last_use.get(source) is node and source not in keep and source not in values and source not in masks:
                     env.pop(source, None)
     return env
 
@@ -278,6 +300,10 @@ def _at_sizes(node: fx.Node, args: list[Any], kwargs: dict[str, Any], sizes: Siz
         args[:] = [end] if target is aten.arange.default else [start, end, *args[2:]]
     elif target is aten.slice.Tensor and sizes.shape(node) == sizes.shape(node.args[0]):  # type: ignore[arg-type]
         args[1:] = []  # all rows, whatever the numbers were
+    elif sizes.analysis.is_table_lookup(node):
+        dim = argument(node, "dim", 0)
+        start = argument(node, "start", 0) or 0
+        args[1:] = [dim, start, start + sizes.shape(node)[dim]]
 
 
 def _number(node: fx.Node, sizes: Sizes) -> Any:

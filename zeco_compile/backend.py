@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import fx
 
-from zeco_compile import guards, rewrite
+from zeco_compile import guards, rewrite, substitutes
 from zeco_compile.codegen import generate
 from zeco_compile.debug import DebugDump
 from zeco_compile.lowering.agreement import check_agreement
@@ -33,6 +33,8 @@ from zeco_compile.reports import keep
 from zeco_compile.settings import Settings
 
 _graph_numbers = itertools.count()
+
+substitutes.install()  # imported when torch.compile() looks the backend up, before anything is traced
 
 
 def zeco(
@@ -56,9 +58,9 @@ def zeco(
         with dump.compiling(report, gm):
             dump.graph("user_graph", gm)
             ranks = rewrite.ranks_of(settings)
-            rewrite.rewrite(gm, example_inputs, settings, ranks, report, dump)
+            masks = rewrite.rewrite(gm, example_inputs, settings, ranks, report, dump)
             lengths = guards.lengths(inputs, example_inputs)
             check_agreement(settings.group, f"graph {number}", rewrite.decided(report), lengths)
             compiled = generate(gm, example_inputs, settings)
         keep(report)
-        return guards.checked(compiled, inputs, settings, number)
+        return guards.checked(compiled, inputs, masks, example_inputs, settings, number)

@@ -14,6 +14,7 @@ from zeco_compile.passes import torch_private
 from zeco_compile.passes.errors import CompileError, GraphBreak, SequenceInputError
 from zeco_compile.passes.inputs import GraphInput
 from zeco_compile.passes.locations import innermost_user_frame
+from zeco_compile.passes.masks import CausalMask
 from zeco_compile.settings import Settings
 
 
@@ -52,22 +53,60 @@ def lengths(inputs: Sequence[GraphInput], values: Sequence[Any]) -> tuple[int, .
 
 
 def checked(
-    compiled: Callable[..., Any], inputs: Sequence[GraphInput], settings: Settings, number: int
+    compiled: Callable[..., Any],
+    inputs: Sequence[GraphInput],
+    masks: Sequence[CausalMask],
+    example_inputs: Sequence[Any],
+    settings: Settings,
+    number: int,
 ) -> Callable[..., Any]:
-    """`compiled` behind the checks of every call: the ranks' slices are equally long, and each input runs along
-    the sequence in the dimension it was compiled for."""
-    if settings.world_size == 1:
+    """`compiled` behind the checks of every call: the ranks' slices are equally long, each input runs along the
+    sequence in the dimension it was compiled for, and the masks whose values were relied on are still those."""
+    relied_on = [_ReliedOn(mask, example_inputs[mask.index]) for mask in masks]
+    if settings.world_size == 1 and not relied_on:
         return compiled
     arguments = [each for each in inputs if each.kind == "argument"]
     key = f"graph {number}"
 
     def call(*values: Any) -> Any:
-        for each in arguments:
-            _refuse_other_mark(each, values[each.index], settings.seq_dim)
-        check_lengths(settings.group, lengths(inputs, values), key)
+        for mask in relied_on:
+            mask.refuse_another(values)
+        if settings.world_size > 1:
+            for each in arguments:
+                _refuse_other_mark(each, values[each.index], settings.seq_dim)
+            check_lengths(settings.group, lengths(inputs, values), key)
         return compiled(*values)
 
     return call
+
+
+class MaskChanged(CompileError):
+    """A buffer that was a causal mask when the model was compiled is none any more."""
+
+
+class _ReliedOn:
+    """A mask, and the state of its tensor when its values were last looked at."""
+
+    def __init__(self, mask: CausalMask, value: torch.Tensor) -> None:
+        self.mask = mask
+        self.seen = self._state(value)
+
+    def refuse_another(self, values: Sequence[Any]) -> None:
+        """Raises MaskChanged. Reads the values only if the tensor is another one or was written to."""
+        value = values[self.mask.index]
+        state = self._state(value)
+        if state == self.seen:
+            return
+        if not self.mask.still_holds(value):
+            raise MaskChanged(
+                f"the buffer `{self.mask.name}` was a causal mask when the model was compiled, and has changed.",
+                hints=["call torch.compiler.reset() and compile the model again"],
+            )
+        self.seen = self._state(value)
+
+    @staticmethod
+    def _state(value: torch.Tensor) -> tuple[int, int]:
+        return value.data_ptr(), -1 if value.is_inference() else value._version
 
 
 def _refuse_other_mark(each: GraphInput, value: torch.Tensor, seq_dim: int) -> None:

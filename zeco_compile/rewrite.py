@@ -21,6 +21,7 @@ from zeco_compile.lowering import volume
 from zeco_compile.lowering.all_scan import resolve_schedule
 from zeco_compile.passes import by_name, length, recognize, shard, verify
 from zeco_compile.passes.analysis import Analysis, analyse
+from zeco_compile.passes.masks import CausalMask
 from zeco_compile.passes.report import Communication, PassRecord, Report
 from zeco_compile.passes.roles import NotLinearAttention
 from zeco_compile.passes.sharding_rules import Ranks
@@ -38,6 +39,7 @@ class _Rewriting:
     wiring: recognize.Wiring
     report: Report
     attempts: list[tuple[fx.Node, str]]
+    masks: dict[int, CausalMask]
 
     def analyse(self) -> Analysis | None:
         return analyse(self.gm, self.example_inputs, self.settings.seq_dim)
@@ -54,14 +56,17 @@ def rewrite(
     ranks: Ranks,
     report: Report,
     dump: DebugDump,
-) -> None:
-    """Rewrites `gm` in place for this rank. Raises the errors of passes/errors.py."""
+) -> list[CausalMask]:
+    """Rewrites `gm` in place for this rank. Raises the errors of passes/errors.py.
+
+    Returns the masks whose values it has relied on.
+    """
     wiring = recognize.Wiring(resolve_schedule(settings.schedule), settings.blocks or 0, ranks.group)
-    work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [])
+    work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [], {})
     first = work.analyse()
     report.rank, report.world_size, report.group = ranks.rank, ranks.world_size, ranks.group
     if first is None:
-        return  # no input runs along the sequence: everything is whole on every rank
+        return []  # no input runs along the sequence: everything is whole on every rank
     report.length = str(first.length)
     report.seq_inputs = {i.name: i.along for i in first.inputs if i.kind == "argument"}
     passes: list[tuple[str, Callable[[_Rewriting, Analysis, PassRecord], None]]] = [
@@ -89,6 +94,7 @@ def rewrite(
         dump.graph(f"after_{name}", gm)
     if ranks.world_size > 1:
         report.communication[:0] = _scans(work)
+    return list(work.masks.values())
 
 
 def _scans(work: _Rewriting) -> list[Communication]:
@@ -152,6 +158,7 @@ def _by_meaning(work: _Rewriting, analysis: Analysis, record: PassRecord, runnin
             work.attempts.append((analysis.shadow.origin[match.region.output], str(why)))
             continue
         work.report.regions.append(region)
+        work.masks.update({mask.index: mask for mask in match.region.masks})
         record.matches += 1
 
 
