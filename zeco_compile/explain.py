@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zeco_compile import guards, rewrite
+from zeco_compile import guards, rewrite, substitutes
 from zeco_compile.debug import DebugDump
 from zeco_compile.passes.errors import CompileError, refusing
 from zeco_compile.passes.inputs import graph_inputs
@@ -43,6 +43,7 @@ def explain(
     if ranks.world_size == 1:
         ranks = Ranks("", 0, _ASSUMED_RANKS)
     made: list[Report] = []
+    substitutes.install()
 
     def explaining(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         with refusing("the explanation of a graph"):

@@ -6,13 +6,19 @@ test says which, and this file is the only one of this folder to change.
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch._logging
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
 
 
 def trace_artifact(name: str, encoding: Literal["string", "json"], payload: Callable[[], str]) -> None:
@@ -74,3 +80,50 @@ def compile_without_codegen(
         keep_inference_input_mutations=True,
     )(gm, example_inputs)
     return compiled
+
+
+def on_compile_start(function: Callable[[], Any]) -> None:
+    """Calls `function` whenever Dynamo begins to compile, before it traces: for ever, also after a reset.
+
+    ``torch._dynamo.reset()`` is to forget what was compiled, and clears the callbacks on the way; a backend is
+    looked up only once in a process, so it could not register again before the next trace.
+    """
+
+    def callback(args: Any) -> None:
+        function()
+
+    forget_all = callback_handler.clear
+
+    def forget_all_others() -> None:
+        try:
+            forget_all()
+        finally:
+            if callback not in callback_handler.start_callbacks:
+                callback_handler.register_start_callback(callback)
+
+    callback_handler.register_start_callback(callback)
+    callback_handler.clear = forget_all_others  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What Dynamo is tracing for: the backend as the user named it, its options, and whether a graph break is an
+    error. ``user_stack`` is the Python stack of the traced program, as text."""
+
+    backend: Callable[..., Any]
+    options: Mapping[str, Any] | None
+    fullgraph: bool
+    user_stack: str
+
+
+def current_compilation() -> Compilation | None:
+    """The compilation that this function is called in, through a function that Dynamo takes for a constant."""
+    if TracingContext.try_get() is None:
+        return None
+    tracer = InstructionTranslator.current_tx()
+    # Dynamo wraps a backend for debugging, torch.compile before that to bind the options
+    wrapper = inspect.unwrap(tracer.output.compiler_fn)
+    backend = getattr(wrapper, "compiler_fn", wrapper)
+    options = getattr(wrapper, "kwargs", {}).get("options")
+    fullgraph = bool(tracer.one_graph or getattr(tracer, "error_on_graph_break", False))
+    return Compilation(backend, options, fullgraph, "".join(traceback.format_list(TracingContext.extract_stack())))
