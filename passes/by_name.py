@@ -27,20 +27,21 @@ def wire_by_name(analysis: Analysis, wiring: Wiring, first_number: int) -> list[
     Raises UnsupportedOp where the operator's time axis is not the sequence.
     """
     found: list[Region] = []
-    operator_ = torch.ops.zeco.gated_linear_attention.default
+    packet = torch.ops.zeco.gated_linear_attention
     for node in analysis.gm.graph.nodes:
-        if node.target is not operator_ or settled(node):
+        # Dynamo keeps the packet that was called; graphs of other makers have the overload
+        if node.target not in (packet, packet.default) or settled(node):
             continue
         given = dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
-        along = [_time_is_sequence(analysis, node, given[name]) for name in ("q", "k", "v")]
-        if not any(along):
-            settle(node)  # attention over an axis that every rank holds whole
+        along = {_time_axis(analysis, node, given[name]) for name in ("q", "k", "v")}
+        if along == {"whole on every rank"}:
+            settle(node)  # attention over another axis than the sequence
             continue
-        if not all(along):
+        if along != {"sequence"}:
             raise UnsupportedOp(
                 "zeco_compile.gated_linear_attention",
                 location=user_location(node),
-                why="dimension 1 of q, k and v has to be the sequence, on all of them or on none.",
+                why="dimension 1 of q, k and v has to be the sequence, all of it, on all of them or on none.",
                 node=str(node),
             )
         node.args = tuple(given[name] for name in _NAMES[:7]) + (wiring.schedule, wiring.blocks, wiring.group)
@@ -50,12 +51,15 @@ def wire_by_name(analysis: Analysis, wiring: Wiring, first_number: int) -> list[
     return found
 
 
-def _time_is_sequence(analysis: Analysis, node: fx.Node, operand: fx.Node) -> bool:
-    values = analysis.shadow.tensors_read(node, operand)
-    if not values:
-        return False
-    dims = analysis.track.sequence_dims(values[0])
-    return dims == [1] and analysis.track.axes.is_whole_sequence(analysis.track.dims(values[0])[1])
+def _time_axis(analysis: Analysis, node: fx.Node, operand: fx.Node) -> str:
+    """What dimension 1 of q, k or v is: "sequence", "whole on every rank", or "rows of it" (some, or folded with
+    another axis)."""
+    (value, *_) = analysis.shadow.tensors_read(node, operand)
+    dims = analysis.track.sequence_dims(value)
+    if 1 not in dims:
+        return "whole on every rank"
+    whole = dims == [1] and analysis.track.axes.is_whole_sequence(analysis.track.dims(value)[1])
+    return "sequence" if whole else "rows of it"
 
 
 def _report(analysis: Analysis, node: fx.Node, given: dict[str, object], number: int) -> Region:
