@@ -131,10 +131,11 @@ def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int) -> 
     track = track_axes(shadow.graph, along, size_of(length))
     analysis = Analysis(gm, example_inputs, inputs, size_of(length), shadow, track)
     for node in shadow.graph.nodes:
-        if node.op == "call_function" and all(
+        made = node.op == "call_function" and all(
             source in analysis._constants or isinstance(source.meta.get("val"), _NUMBERS)
             for source in node.all_input_nodes
-        ):
+        )
+        if made or node.target in SHAPED_LIKE:
             analysis._constants.add(node)
     return analysis
 
@@ -167,6 +168,16 @@ def assign_states(
         for node in group:
             analysis.states[node] = State.WINDOW if analysis.is_window(node) else State.LOCAL
 
+
+_aten = torch.ops.aten
+
+SHAPED_LIKE = frozenset(
+    {
+        _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default,
+        _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default,
+    }
+)  # fmt: skip
+"""Factories that take nothing but a shape or a dtype from the tensor they are given: constants."""
 
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default)

@@ -72,10 +72,14 @@ class CanonicalAxes:
         key = list(dict.fromkeys(a for a in sources if a not in out))
         if any(a not in out for n in v for a in atoms(n)):
             return None
-        for node in (output, *q, *k, *v):
+        gate_atoms = atoms(gate) if gate is not None else []
+        for node in (output, *q, *k, *v, *([gate] if gate is not None else [])):
             if len(set(atoms(node))) < len(atoms(node)):
                 return None  # an axis twice: a diagonal
-        gate_atoms = atoms(gate) if gate is not None else []
+        if any(a in value for n in (*q, *k) for a in atoms(n)) or any(a in value for a in gate_atoms):
+            return None
+        if any(a not in (*outer, *key) for n in (*q, *k) for a in atoms(n)):
+            return None
         gate_has_key = any(a in key for a in gate_atoms)
         if gate is None:
             family = "none"

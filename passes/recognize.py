@@ -45,6 +45,7 @@ from zeco_compile.passes.roles import (
     check,
     find_roles,
 )
+from zeco_compile.passes.sharding_rules import settle
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,9 @@ aten = torch.ops.aten
 
 MOST_INPUTS = 12
 """A region with more inputs than this is no attention, but half a model behind something not recognised."""
+
+_FAR = 300
+"""A length at which every region is checked too: what is limited to a window shows, however it was written."""
 
 _MOST_ELEMENTS = 3e7
 """Elements of all values of a region up to which it is probed at the model's own sizes."""
@@ -154,6 +158,13 @@ def _checked(region: Region, analysis: Analysis, roles: Roles, sizes: Sequence[S
         worst = max(worst, difference)
         scales.append(scale)
         described.append(f"T = {at.length}" + (" (other sizes reduced)" if at.other else ""))
+    try:
+        scale, difference = check(region, analysis, roles, sizes[0], seed=7, extreme=True)
+    except CannotEvaluate:
+        return None
+    if not difference <= TOLERANCE:
+        return None  # a limit that ordinary values do not reach: clipped scores, a clamped exponent
+    scales.append(scale)
     if max(scales) - min(scales) > TOLERANCE * abs(scales[0]):
         return None  # a factor that depends on the length is no scale
     scaled = Roles(**{**roles.__dict__, "scale": _rounded(scales[0])})
@@ -181,8 +192,8 @@ def _probe_sizes(region: Region, analysis: Analysis) -> list[Sizes]:
     beyond = largest_constant(region.interior) + 3
     if beyond > 2048:
         raise NotLinearAttention(f"the number {beyond - 3} in it is too large to be probed beyond")
-    rows = min((m.rows for m in region.masks), default=beyond + 11)
-    lengths = [t for t in (min(7, rows), 4, min(max(11, beyond), rows)) if t <= rows]
+    rows = min((m.rows for m in region.masks), default=max(beyond + 11, _FAR))
+    lengths = [t for t in (min(7, rows), 4, min(max(11, beyond), rows), min(_FAR, rows)) if t <= rows]
     return [_affordable(region, analysis, t) for t in lengths]
 
 
@@ -366,6 +377,7 @@ def _emit_gate(ops: GraphOperations, form: GateForm, z: fx.Node) -> fx.Node:
         return call(torch.mul, z, 0.6931471805599453)
     if form.name == "log(a)":
         positive = call(torch.all, call(torch.gt, z, 0))
+        settle(positive)  # each rank looks at its own slice
         call(
             aten._assert_async.msg,
             positive,

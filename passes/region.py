@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from zeco_compile.passes.analysis import Analysis, State
+from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis, State
 from zeco_compile.passes.axes import Atom, Dim, Size
 from zeco_compile.passes.masks import CausalMask, causal_mask
 from zeco_compile.passes.schema import argument
@@ -62,6 +62,8 @@ def cut_region(analysis: Analysis, output: fx.Node, limit: int) -> Region | None
         if node in interior:
             continue
         interior.add(node)
+        if node.target in SHAPED_LIKE:
+            continue  # a constant of a known shape, whatever it is like
         for source in node.all_input_nodes:
             if not isinstance(source.meta.get("val"), torch.Tensor | list | tuple):
                 continue  # a size: computed from the sizes asked for
@@ -239,7 +241,12 @@ def _run(
         for node in region.interior:
             env[node] = given[node] if node in given else _compute(node, env, sizes)
             for source in node.all_input_nodes:
-                if last_use.get(source) is node and source not in keep and source not in values and source not in masks:
+                if (
+                    last_use.get(source) is node
+                    and source not in keep
+                    and source not in values
+                    and source not in masks
+                ):
                     env.pop(source, None)
     return env
 
@@ -264,6 +271,8 @@ def _compute(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> Any:
         return _number(leaf, sizes)
 
     target = node.target
+    if target in SHAPED_LIKE:
+        return _shaped_like(node, sizes)
     if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
         raise CannotEvaluate(f"{target} is random")
     args = list(pytree.tree_map(value_of, node.args))
@@ -283,6 +292,24 @@ def _compute(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> Any:
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
         raise CannotEvaluate(f"{node} ({target}): {error}") from error
     return result
+
+
+_FILLED_WITH = {
+    aten.zeros_like.default: 0, aten.new_zeros.default: 0, aten.ones_like.default: 1, aten.new_ones.default: 1,
+}  # fmt: skip
+
+
+def _shaped_like(node: fx.Node, sizes: Sizes) -> torch.Tensor:
+    """What a factory makes, from the sizes alone. Memory that is not filled is NaN, so that it shows if read."""
+    dtype = node.meta["val"].dtype
+    dtype = torch.float64 if dtype.is_floating_point else dtype
+    shape = sizes.shape(node)
+    if node.target in _FILLED_WITH:
+        return torch.full(shape, _FILLED_WITH[node.target], dtype=dtype)
+    if node.target in (aten.empty_like.default, aten.new_empty.default):
+        return torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+    value = argument(node, "fill_value")
+    return torch.full(shape, _number(value, sizes) if isinstance(value, fx.Node) else value, dtype=dtype)
 
 
 def _at_sizes(node: fx.Node, args: list[Any], kwargs: dict[str, Any], sizes: Sizes) -> None:

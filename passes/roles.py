@@ -29,10 +29,14 @@ from zeco_compile.passes.region import CannotEvaluate, Region, Sizes, evaluate
 TOLERANCE = 1e-9
 """Relative difference in float64 up to which two computations are the same."""
 
+_LARGE = 1e5
+"""The size of q, k and v in the checks with extreme values."""
+
 
 @dataclass(frozen=True)
 class GateForm:
-    """How an input becomes the log decay: `log_decay(z)`, valid for z drawn by `sample`.
+    """How an input becomes the log decay: `log_decay(z)`, for z between `low` and `high` in most checks, and from
+    `weakest` to `strongest` decay in checks with extreme values.
 
     `name` is for people, `emit` the name of the same computation in `rewrite`.
     """
@@ -41,17 +45,19 @@ class GateForm:
     log_decay: Callable[[torch.Tensor], torch.Tensor]
     low: float
     high: float
+    weakest: float
+    strongest: float
 
 
 GATE_FORMS = (
-    GateForm("g", lambda z: z, -0.9, -0.05),
-    GateForm("log(a)", torch.log, 0.3, 0.97),
-    GateForm("-g", lambda z: -z, 0.05, 0.9),
-    GateForm("logsigmoid(z)", torch.nn.functional.logsigmoid, -1.0, 1.5),
-    GateForm("-exp(z)", lambda z: -torch.exp(z), -1.5, 0.3),
-    GateForm("-softplus(z)", lambda z: -torch.nn.functional.softplus(z), -1.5, 0.5),
-    GateForm("log(1 - z)", lambda z: torch.log1p(-z), 0.05, 0.7),
-    GateForm("z * log(2)", lambda z: z * 0.6931471805599453, -0.9, -0.05),
+    GateForm("g", lambda z: z, -0.9, -0.05, -1e-3, -6.0),
+    GateForm("log(a)", torch.log, 0.3, 0.97, 0.999, 0.002),
+    GateForm("-g", lambda z: -z, 0.05, 0.9, 1e-3, 6.0),
+    GateForm("logsigmoid(z)", torch.nn.functional.logsigmoid, -1.0, 1.5, 6.0, -6.0),
+    GateForm("-exp(z)", lambda z: -torch.exp(z), -1.5, 0.3, -6.0, 1.8),
+    GateForm("-softplus(z)", lambda z: -torch.nn.functional.softplus(z), -1.5, 0.5, -6.0, 6.0),
+    GateForm("log(1 - z)", lambda z: torch.log1p(-z), 0.05, 0.7, 1e-3, 0.998),
+    GateForm("z * log(2)", lambda z: z * 0.6931471805599453, -0.9, -0.05, -1e-3, -8.0),
 )
 
 
@@ -152,15 +158,23 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
             yield Roles(q, k, v, gates[0], form, state, axes)
 
 
-def check(region: Region, analysis: Analysis, roles: Roles, sizes: Sizes, seed: int) -> tuple[float, float]:
+def check(
+    region: Region, analysis: Analysis, roles: Roles, sizes: Sizes, seed: int, *, extreme: bool = False
+) -> tuple[float, float]:
     """(scale, relative difference) of the region against the recurrence on random values.
 
     The scale is what the region's output is of the recurrence's; the difference is what remains after it.
+    With `extreme` the values are large and the decay is strong, to get beyond limits that ordinary values do not
+    touch: scores or states that are clipped, exponents that are clamped, small decays that are dropped.
     """
     probe = Probe(region, analysis, sizes, seed)
-    values = {node: probe.normal(node) for node in region.inputs}
+    size = _LARGE if extreme else 1.0
+    values = {node: probe.normal(node) * size for node in region.inputs}
     if roles.gate is not None and roles.form is not None:
-        values[roles.gate] = probe.random(roles.gate, roles.form.low, roles.form.high)
+        low, high = roles.form.low, roles.form.high
+        if extreme:
+            low, high = sorted((roles.form.weakest, roles.form.strongest))
+        values[roles.gate] = probe.random(roles.gate, low, high)
     found = probe.run(values)
     expected = recurrence_of(roles, values, sizes)
     if not (bool(torch.isfinite(found).all()) and bool(torch.isfinite(expected).all())):
