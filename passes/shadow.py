@@ -79,7 +79,8 @@ class _Recorder(fx.Interpreter):
         if target in _EINSUM and args and isinstance(args[0], str) and not kwargs:
             operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
             return einsum_by_axes(args[0], list(operands))
-        if target is torch.ops.zeco.gated_linear_attention.default:
+        operator_ = torch.ops.zeco.gated_linear_attention
+        if target in (operator_, operator_.default):  # Dynamo keeps the packet
             return _attention_by_its_parts(*args)
         return super().call_function(target, args, kwargs)
 
