@@ -81,7 +81,7 @@ def globalise_length(analysis: Analysis, world_size: int, decisions: list[Decisi
     for user_node in list(analysis.gm.graph.nodes):
         if settled(user_node) or user_node.op not in ("call_function", "call_method"):
             continue
-        numbers = [n for n in user_node.all_input_nodes if _depends(n, symbols)]
+        numbers = [n for n in user_node.all_input_nodes if depends_on(n, symbols)]
         if not numbers or _is_number(user_node):
             continue
         uses = _uses(analysis, user_node, symbols)
@@ -95,7 +95,7 @@ def globalise_length(analysis: Analysis, world_size: int, decisions: list[Decisi
                 f"({', '.join(sorted(uses))}).",
             )
         for number in numbers:
-            user_node.replace_input_with(number, _global(number, symbols, world_size, made))
+            user_node.replace_input_with(number, global_number(number, symbols, world_size, made))
         decisions.append(
             Decision(
                 str(user_node),
@@ -109,7 +109,8 @@ def globalise_length(analysis: Analysis, world_size: int, decisions: list[Decisi
     return changed
 
 
-def _depends(node: fx.Node, symbols: set[Any]) -> bool:
+def depends_on(node: fx.Node, symbols: set[Any]) -> bool:
+    """The node is a number computed from the length."""
     value = node.meta.get("example_value")
     if not isinstance(value, torch.SymInt | torch.SymFloat):
         return False
@@ -144,7 +145,7 @@ def _uses(analysis: Analysis, user_node: fx.Node, symbols: set[Any]) -> set[str]
     return names
 
 
-def _global(node: fx.Node, symbols: set[Any], world_size: int, made: dict[fx.Node, fx.Node]) -> fx.Node:
+def global_number(node: fx.Node, symbols: set[Any], world_size: int, made: dict[fx.Node, fx.Node]) -> fx.Node:
     """The same number computed from the global length."""
     if node in made:
         return made[node]
@@ -154,7 +155,9 @@ def _global(node: fx.Node, symbols: set[Any], world_size: int, made: dict[fx.Nod
         and all(_is_number(n) for n in node.all_input_nodes)
     ):
         mapping = {
-            n: _global(n, symbols, world_size, made) for n in node.all_input_nodes if _depends(n, symbols)
+            n: global_number(n, symbols, world_size, made)
+            for n in node.all_input_nodes
+            if depends_on(n, symbols)
         }
         with node.graph.inserting_after(_latest([node, *mapping.values()])):
             new = node.graph.call_function(

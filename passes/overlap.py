@@ -65,6 +65,9 @@ _JOINS = {
     _zeco.combine_backward.default: ("dstate_out", "dq"),
 }
 
+_aten = torch.ops.aten
+_MATMULS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution, _aten.convolution_backward)
+
 
 class OrderLost(CompileError):
     """The graph does not allow, or no longer shows, that an exchange of states runs beside its work."""
@@ -355,7 +358,10 @@ def _verify(graph: fx.Graph, transfers: Sequence[Transfer]) -> None:
 
 
 def pin_order(graph: fx.Graph, transfers: Sequence[Transfer]) -> None:
-    """Makes the order of communications, and of start, work and wait, a dependency that Inductor keeps."""
+    """Makes the order of communications, and of start, work and wait, a dependency that Inductor keeps.
+
+    A wait also stays behind the other heavy ops that stand between its start and it.
+    """
     before: dict[fx.Node, dict[fx.Node, None]] = {}
     for earlier, node in itertools.pairwise(node for node in graph.nodes if communicates(node)):
         before.setdefault(node, {})[_tensor_of(earlier)] = None
@@ -363,11 +369,25 @@ def pin_order(graph: fx.Graph, transfers: Sequence[Transfer]) -> None:
         for work in transfer.work:
             before.setdefault(work, {})[transfer.start] = None
             before.setdefault(transfer.wait, {})[_tensor_of(work)] = None
-    place = {node: index for index, node in enumerate(graph.nodes)}
+    order = list(graph.nodes)
+    place = {node: index for index, node in enumerate(order)}
+    for transfer in transfers:
+        for node in order[place[transfer.start] : place[transfer.wait]]:
+            if _is_heavy(node) and isinstance(_tensor_of(node).meta.get("val"), torch.Tensor):
+                before.setdefault(transfer.wait, {})[_tensor_of(node)] = None
     # in the order of the graph, so that a dependency has been wrapped before the node that names it
     in_order = sorted(before, key=place.__getitem__)
     torch_private.pin_nodes(graph, {node: list(before[node]) for node in in_order})
     graph.lint()
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    """Whether it is worth waiting behind. Such ops write their results to memory in any case; naming
+    an elementwise op as a dependency would keep Inductor from fusing it away."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace == "zeco" or target.overloadpacket in _MATMULS
 
 
 def _tensor_of(node: fx.Node) -> fx.Node:

@@ -7,7 +7,7 @@ equal to it). An op that mixes positions is rewritten by a rule of `sharding_rul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import fx
@@ -52,14 +52,18 @@ def shard(
         if settled(user_node):
             return True
         found = plan(analysis, user_node)
-        if found is None and fallback is not None:
-            found = fallback(analysis, user_node)
         if found is not None:
             plans[user_node] = found
         return found is not None
 
-    assign_states(analysis, handled)
-    refuse_mixed(analysis, attempts)
+    def fall_back(user_node: fx.Node) -> bool:
+        found = None if fallback is None else fallback(analysis, user_node)
+        if found is not None:
+            plans[user_node] = found
+        return found is not None
+
+    assign_states(analysis, handled, fall_back)
+    refuse_mixed(analysis, attempts, {node for found in plans.values() for node in found.covers})
     for user_node, found in plans.items():
         report.decisions.append(
             Decision(
@@ -75,9 +79,18 @@ def shard(
     return len(plans)
 
 
-def refuse_mixed(analysis: Analysis, attempts: Sequence[tuple[fx.Node, str]] = ()) -> None:
-    """Raises UnsupportedOp for the first node of the user's graph whose result is not what it should be."""
+def refuse_mixed(
+    analysis: Analysis,
+    attempts: Sequence[tuple[fx.Node, str]] = (),
+    replaced: Collection[fx.Node] = (),
+) -> None:
+    """Raises UnsupportedOp for the first node of the user's graph whose result is not what it should be.
+
+    Nodes in `replaced` will be gone.
+    """
     for user_node in analysis.gm.graph.nodes:
+        if user_node in replaced:
+            continue
         group = analysis.shadow.groups.get(user_node, [])
         guilty = [n for n in group if analysis.state(n) is State.MIXED and analysis.mixes(n)]
         if not guilty:

@@ -50,6 +50,8 @@ class Plan:
     detail: str
     apply: Callable[[Ranks], None]
     exchanges: tuple[tuple[str, int], ...] = ()
+    covers: tuple[fx.Node, ...] = ()
+    """Other nodes of the user's graph that the plan replaces as well."""
 
 
 def plan(analysis: Analysis, user_node: fx.Node) -> Plan | None:
@@ -69,11 +71,11 @@ class Emit:
 
     def __init__(self, user_node: fx.Node, *, after: bool) -> None:
         self.user_node, self.graph, self.after = user_node, user_node.graph, after
-        self._last = user_node
+        self.last = user_node
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         place = (
-            self.graph.inserting_after(self._last)
+            self.graph.inserting_after(self.last)
             if self.after
             else self.graph.inserting_before(self.user_node)
         )
@@ -83,7 +85,7 @@ class Emit:
             node.meta["stack_trace"] = self.user_node.meta["stack_trace"]
         node.meta["zeco_settled"] = True
         if self.after:
-            self._last = node
+            self.last = node
         return node
 
 

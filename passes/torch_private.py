@@ -127,6 +127,21 @@ def traced_node(value: Any) -> Any:
     return value
 
 
+def symbols_of_size(size: Any) -> set[Any]:
+    """The symbol that a fake tensor's size is, under the name it was made with and the one it has now."""
+    if not isinstance(size, torch.SymInt):
+        return set()
+    return {e for e in (size.node.expr, size.node._expr) if e.is_Symbol}
+
+
+def shape_guards(fake_mode: Any) -> list[tuple[Any, str]]:
+    """What was assumed of symbolic sizes so far: (condition, the user's source line or "")."""
+    shape_env = getattr(fake_mode, "shape_env", None)
+    if shape_env is None:
+        return []
+    return [(guard.expr, str(getattr(guard.sloc, "maybe_user_loc", None) or "")) for guard in shape_env.guards]
+
+
 def source_name(placeholder: fx.Node) -> str:
     """What Dynamo calls the origin of a placeholder: "L['self']._buffers['mask']"; "" if unknown."""
     source = getattr(placeholder.meta.get("grapharg"), "source", None)

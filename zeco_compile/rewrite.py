@@ -19,7 +19,7 @@ from torch import fx
 from zeco_compile.debug import DebugDump
 from zeco_compile.lowering import volume
 from zeco_compile.lowering.all_scan import resolve_schedule
-from zeco_compile.passes import by_name, length, recognize, shard, verify
+from zeco_compile.passes import by_name, gather, length, recognize, shard, verify
 from zeco_compile.passes.analysis import Analysis, analyse
 from zeco_compile.passes.masks import CausalMask
 from zeco_compile.passes.report import Communication, PassRecord, Report
@@ -171,7 +171,8 @@ def _length(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
 
 
 def _shard(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
-    record.matches = shard.shard(analysis, work.ranks, work.report, attempts=work.attempts)
+    fallback = gather.gather_region if work.settings.on_unsupported == "gather" else None
+    record.matches = shard.shard(analysis, work.ranks, work.report, attempts=work.attempts, fallback=fallback)
 
 
 def _verify(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
