@@ -127,6 +127,51 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
     return y.to(x.dtype if output_dtype is None else output_dtype)
 
 
+def logsigmoid(x: Tensor, temperature: float = 1.0) -> Tensor:
+    """log(sigmoid(x)) / temperature."""
+    return (F.logsigmoid(_wide(x)) / temperature).to(x.dtype)
+
+
+# The library's other units are `apply` of an autograd.Function, which Dynamo traces; what it cannot trace are the
+# kernels that those call, forward and backward.
+
+
+def swish_fwd(x: Tensor) -> Tensor:
+    """x sigmoid(x)."""
+    return F.silu(_wide(x)).to(x.dtype)
+
+
+def swish_bwd(x: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of `swish_fwd` for that of its result."""
+    wide = _wide(x)
+    s = torch.sigmoid(wide)
+    return (_wide(dy) * s * (1 + wide * (1 - s))).to(x.dtype)
+
+
+def sigmoid_fwd(x: Tensor) -> Tensor:
+    return torch.sigmoid(_wide(x)).to(x.dtype)
+
+
+def sigmoid_bwd(x: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of `sigmoid_fwd` for that of its result."""
+    s = torch.sigmoid(_wide(x))
+    return (_wide(dy) * s * (1 - s)).to(x.dtype)
+
+
+def swiglu_fwd(x: Tensor, y: Tensor) -> Tensor:
+    """swish(x) * y."""
+    return (F.silu(_wide(x)) * _wide(y)).to(x.dtype)
+
+
+def swiglu_fwdbwd(x: Tensor, y: Tensor, g: Tensor, use_weight: bool = False) -> tuple[Tensor, ...]:
+    """The gradients of x and y for g, that of `swiglu_fwd`'s result; and with ``use_weight`` that result too."""
+    wide, wide_y, wide_g = _wide(x), _wide(y), _wide(g)
+    s = torch.sigmoid(wide)
+    dx = (wide_g * wide_y * s * (1 + wide * (1 - s))).to(x.dtype)
+    dy = (wide_g * wide * s).to(y.dtype)
+    return (dx, dy, (wide * s * wide_y).to(x.dtype)) if use_weight else (dx, dy)
+
+
 def swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer of swish(x) * y."""
     return F.linear((F.silu(_wide(x)) * _wide(y)).to(x.dtype), weight, bias)

@@ -343,7 +343,20 @@ SUBSTITUTES: tuple[Substitute, ...] = (
         )
     ),
     *(Substitute(f"fla.modules.{where}l2norm", "l2norm", fla_layers.l2norm) for where in ("", "norm.")),
-    Substitute("fla.modules.activations", "swiglu_linear", fla_layers.swiglu_linear),
+    *(
+        # output_contiguous is about strides
+        Substitute("fla.modules.activations", meaning.__name__, meaning, indifferent=("output_contiguous",))
+        for meaning in (
+            fla_layers.logsigmoid,
+            fla_layers.swish_fwd,
+            fla_layers.swish_bwd,
+            fla_layers.sigmoid_fwd,
+            fla_layers.sigmoid_bwd,
+            fla_layers.swiglu_fwd,
+            fla_layers.swiglu_fwdbwd,
+            fla_layers.swiglu_linear,
+        )
+    ),
     Substitute(
         "fla.modules.causal_conv1d.ops",
         "causal_conv1d",
