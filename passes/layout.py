@@ -133,31 +133,44 @@ def arrange(
     target = [atom for group in groups for atom in group]
     sizes = [ops.size(group) for group in groups]
     product = None
+    covered: set[Atom] = set()
     for node in nodes:
-        have = [a for dim in axes.analysis.track.dims(node) for a in axes.analysis.track.axes.flat(dim)]
-        x = ops.reshape(values[node], [ops.size([a]) for a in have])
+        dims = [axes.analysis.track.axes.flat(dim) for dim in axes.analysis.track.dims(node)]
+        have = [atom for dim in dims for atom in dim]
+        x = values[node]
+        if not _one_each(dims):
+            x = ops.reshape(x, [ops.size([a]) for a in have])
         order = [have.index(a) for a in target if a in have]
         if order != list(range(len(have))):
             x = ops.permute(x, order)
-        x = ops.reshape(x, [ops.size([a]) if a in have else 1 for a in target])
+        if len(have) < len(target):
+            x = ops.reshape(x, [ops.size([a]) if a in have else 1 for a in target])
         product = x if product is None else ops.multiply(product, x)
+        covered.update(have)
     if product is None:
         return ops.ones(sizes)
-    product = ops.expand(product, [ops.size([a]) for a in target])
-    return ops.reshape(product, sizes)
+    if len(covered) < len(target):
+        product = ops.expand(product, [ops.size([a]) for a in target])
+    return product if _one_each(groups) else ops.reshape(product, sizes)
 
 
 def disarrange(ops: Operations, axes: CanonicalAxes, o: Any) -> Any:
     """The operator's o, [B, T, H, V], in the layout of the region's output."""
     track = axes.analysis.track
-    have = [atom for group in axes.groups(Canonical.VALUE) for atom in group]
-    dims = track.dims(axes.output)
-    want = [a for dim in dims for a in track.axes.flat(dim)]
-    x = ops.reshape(o, [ops.size([a]) for a in have])
+    groups = axes.groups(Canonical.VALUE)
+    have = [atom for group in groups for atom in group]
+    dims = [track.axes.flat(dim) for dim in track.dims(axes.output)]
+    want = [atom for dim in dims for atom in dim]
+    x = o if _one_each(groups) else ops.reshape(o, [ops.size([a]) for a in have])
     order = [have.index(a) for a in want]
     if order != list(range(len(have))):
         x = ops.permute(x, order)
-    return ops.reshape(x, [ops.size(track.axes.flat(dim)) for dim in dims])
+    return x if _one_each(dims) else ops.reshape(x, [ops.size(dim) for dim in dims])
+
+
+def _one_each(dims: Sequence[Sequence[Atom]]) -> bool:
+    """Every dimension is one axis: nothing to take apart or to put together."""
+    return all(len(dim) == 1 for dim in dims)
 
 
 class _TensorOperations:

@@ -139,7 +139,9 @@ def shape_guards(fake_mode: Any) -> list[tuple[Any, str]]:
     shape_env = getattr(fake_mode, "shape_env", None)
     if shape_env is None:
         return []
-    return [(guard.expr, str(getattr(guard.sloc, "maybe_user_loc", None) or "")) for guard in shape_env.guards]
+    return [
+        (guard.expr, str(getattr(guard.sloc, "maybe_user_loc", None) or "")) for guard in shape_env.guards
+    ]
 
 
 def source_name(placeholder: fx.Node) -> str:
@@ -259,3 +261,8 @@ class _InferenceAwarePasses(_Passes, _InferenceAware):  # type: ignore[misc]
                 each(graph, is_inference)
             else:
                 each(graph)
+
+
+def is_behind_graph_break() -> bool:
+    """Whether the frame that is being compiled is what Dynamo made of the code behind a graph break."""
+    return InstructionTranslator.current_tx().f_code.co_name.startswith("torch_dynamo_resume_in_")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sympy
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.errors import UnsupportedOp
@@ -19,13 +20,27 @@ from zeco_compile.passes.shard import refuse_mixed
 from zeco_compile.passes.sharding_rules import settled
 
 
-def verify(analysis: Analysis) -> None:
-    """Raises UnsupportedOp for the first thing that is not as it should be."""
+def verify(analysis: Analysis) -> list[int | None]:
+    """Raises UnsupportedOp for the first thing that is not as it should be.
+
+    Returns the dimension of each output of the graph that runs along the sequence, None for those that have none.
+    """
     assign_states(analysis, settled)
     refuse_mixed(analysis)
     _refuse_owned_rows(analysis)
     _refuse_sizes_of_the_slice(analysis)
     _refuse_partial_outputs(analysis)
+    return _output_dims(analysis)
+
+
+def _output_dims(analysis: Analysis) -> list[int | None]:
+    output = next(n for n in analysis.gm.graph.nodes if n.op == "output")
+    dims: list[int | None] = []
+    for leaf in pytree.tree_leaves(output.args[0]):
+        value = analysis.shadow.reads.get((output, leaf)) if isinstance(leaf, fx.Node) else None
+        along = analysis.track.sequence_dims(value) if isinstance(value, fx.Node) else []
+        dims.append(along[0] if along else None)
+    return dims
 
 
 def _refuse_owned_rows(analysis: Analysis) -> None:

@@ -16,7 +16,8 @@ the sequence would be a wrong number.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -25,6 +26,7 @@ from zeco_compile import guards, rewrite, substitutes
 from zeco_compile.codegen import generate
 from zeco_compile.debug import DebugDump
 from zeco_compile.lowering.agreement import check_agreement
+from zeco_compile.passes.branches import assumptions
 from zeco_compile.passes.errors import refusing
 from zeco_compile.passes.inputs import graph_inputs
 from zeco_compile.passes.length import request_symbolic_length
@@ -32,7 +34,8 @@ from zeco_compile.passes.report import Report
 from zeco_compile.reports import keep
 from zeco_compile.settings import Settings
 
-_graph_numbers = itertools.count()
+_graph_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Per group, so that ranks agree on them whatever else they compile."""
 
 substitutes.install()  # imported when torch.compile() looks the backend up, before anything is traced
 
@@ -48,19 +51,22 @@ def zeco(
         settings = Settings.parse(options)
         guards.refuse_graph_break(gm, settings)
         guards.refuse_last_recompilation()
+        guards.refuse_unknown_intermediates(gm, example_inputs, settings)
         inputs = graph_inputs(gm, example_inputs, settings.seq_dim)
         if settings.world_size > 1:
             request_symbolic_length(inputs, example_inputs)
+        assumed = assumptions(gm, inputs, example_inputs)
 
-        number = next(_graph_numbers)
+        number = next(_graph_numbers[settings.group])
         report = Report(graph=number, settings=settings.to_dict())
         dump = DebugDump(settings, settings.rank, number)
         with dump.compiling(report, gm):
             dump.graph("user_graph", gm)
             ranks = rewrite.ranks_of(settings)
-            masks = rewrite.rewrite(gm, example_inputs, settings, ranks, report, dump)
+            rewritten = rewrite.rewrite(gm, example_inputs, settings, ranks, report, dump)
             lengths = guards.lengths(inputs, example_inputs)
+            assumed.refuse_broken(max(lengths, default=0) * settings.world_size)
             check_agreement(settings.group, f"graph {number}", rewrite.decided(report), lengths)
             compiled = generate(gm, example_inputs, settings)
         keep(report)
-        return guards.checked(compiled, inputs, masks, example_inputs, settings, number)
+        return guards.checked(compiled, inputs, rewritten, assumed, example_inputs, settings, number)

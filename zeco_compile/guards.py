@@ -9,12 +9,14 @@ import torch
 from torch import fx
 
 from zeco_compile.lowering.agreement import check_lengths
-from zeco_compile.marks import UNMARKED, sequence_mark
+from zeco_compile.marks import UNMARKED, mark_sequence, sequence_mark
 from zeco_compile.passes import torch_private
+from zeco_compile.passes.branches import Assumptions
 from zeco_compile.passes.errors import CompileError, GraphBreak, SequenceInputError
-from zeco_compile.passes.inputs import GraphInput
+from zeco_compile.passes.inputs import GraphInput, graph_inputs
 from zeco_compile.passes.locations import innermost_user_frame
 from zeco_compile.passes.masks import CausalMask
+from zeco_compile.rewrite import Rewritten
 from zeco_compile.settings import Settings
 
 
@@ -55,18 +57,21 @@ def lengths(inputs: Sequence[GraphInput], values: Sequence[Any]) -> tuple[int, .
 def checked(
     compiled: Callable[..., Any],
     inputs: Sequence[GraphInput],
-    masks: Sequence[CausalMask],
+    rewritten: Rewritten,
+    assumed: Assumptions,
     example_inputs: Sequence[Any],
     settings: Settings,
     number: int,
 ) -> Callable[..., Any]:
     """`compiled` behind the checks of every call: the ranks' slices are equally long, each input runs along the
-    sequence in the dimension it was compiled for, and the masks whose values were relied on are still those."""
-    relied_on = [_ReliedOn(mask, example_inputs[mask.index]) for mask in masks]
+    sequence in the dimension it was compiled for, the whole sequence is as long as the code's branches took for
+    granted, and the masks whose values were relied on are still those."""
+    relied_on = [_ReliedOn(mask, example_inputs[mask.index]) for mask in rewritten.masks]
     if settings.world_size == 1 and not relied_on:
         return compiled
     arguments = [each for each in inputs if each.kind == "argument"]
     key = f"graph {number}"
+    marks_results = settings.graph_breaks == "allow"
 
     def call(*values: Any) -> Any:
         for mask in relied_on:
@@ -74,10 +79,47 @@ def checked(
         if settings.world_size > 1:
             for each in arguments:
                 _refuse_other_mark(each, values[each.index], settings.seq_dim)
-            check_lengths(settings.group, lengths(inputs, values), key)
-        return compiled(*values)
+            rows = lengths(inputs, values)
+            check_lengths(settings.group, rows, key)
+            assumed.refuse_broken(max(rows, default=0) * settings.world_size)
+        results = compiled(*values)
+        if marks_results:
+            _mark(arguments, values, rewritten.output_dims, results)
+        return results
 
     return call
+
+
+def _mark(
+    arguments: Sequence[GraphInput], values: Sequence[Any], dims: Sequence[int | None] | None, results: Any
+) -> None:
+    """Tells the graphs behind a break where the sequence is in the tensors that reach them."""
+    for each in arguments:
+        mark_sequence(values[each.index], each.along)
+    if dims is not None:
+        for result, dim in zip(results, dims, strict=True):
+            if isinstance(result, torch.Tensor):
+                mark_sequence(result, dim)
+
+
+def refuse_unknown_intermediates(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
+) -> None:
+    """Raises SequenceInputError for an input of a graph behind a break that no graph before it has returned."""
+    if settings.world_size == 1 or not torch_private.is_behind_graph_break():
+        return
+    for each in graph_inputs(gm, example_inputs, settings.seq_dim):
+        value = example_inputs[each.index]
+        if each.kind == "argument" and value.dim() and sequence_mark(value) is UNMARKED:
+            raise SequenceInputError(
+                each.name,
+                tuple(value.shape),
+                "it was computed between two graphs, so it is not known which of its dimensions is the sequence.",
+                hints=[
+                    "remove the graph break before it (TORCH_LOGS=graph_breaks shows them)",
+                    "call zeco_compile.mark_sequence(tensor, dim) on it in the code between the graphs",
+                ],
+            )
 
 
 class MaskChanged(CompileError):

@@ -28,6 +28,15 @@ from zeco_compile.passes.sharding_rules import Ranks
 from zeco_compile.settings import Settings
 
 
+@dataclass(frozen=True)
+class Rewritten:
+    """What has to be known of a rewritten graph at every call: the masks whose values were relied on, and the
+    dimension of each output along the sequence (None where nothing was followed: one rank, or no sequence)."""
+
+    masks: list[CausalMask]
+    output_dims: list[int | None] | None
+
+
 @dataclass
 class _Rewriting:
     """What the passes share: the graph, what it is rewritten for, and where they report."""
@@ -40,6 +49,7 @@ class _Rewriting:
     report: Report
     attempts: list[tuple[fx.Node, str]]
     masks: dict[int, CausalMask]
+    output_dims: list[int | None] | None = None
 
     def analyse(self) -> Analysis | None:
         return analyse(self.gm, self.example_inputs, self.settings.seq_dim)
@@ -56,17 +66,14 @@ def rewrite(
     ranks: Ranks,
     report: Report,
     dump: DebugDump,
-) -> list[CausalMask]:
-    """Rewrites `gm` in place for this rank. Raises the errors of passes/errors.py.
-
-    Returns the masks whose values it has relied on.
-    """
+) -> Rewritten:
+    """Rewrites `gm` in place for this rank. Raises the errors of passes/errors.py."""
     wiring = recognize.Wiring(resolve_schedule(settings.schedule), settings.blocks or 0, ranks.group)
     work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [], {})
     first = work.analyse()
     report.rank, report.world_size, report.group = ranks.rank, ranks.world_size, ranks.group
     if first is None:
-        return []  # no input runs along the sequence: everything is whole on every rank
+        return Rewritten([], None)  # no input runs along the sequence: everything is whole on every rank
     report.length = str(first.length)
     report.seq_inputs = {i.name: i.along for i in first.inputs if i.kind == "argument"}
     passes: list[tuple[str, Callable[[_Rewriting, Analysis, PassRecord], None]]] = [
@@ -94,7 +101,7 @@ def rewrite(
         dump.graph(f"after_{name}", gm)
     if ranks.world_size > 1:
         report.communication[:0] = _scans(work)
-    return list(work.masks.values())
+    return Rewritten(list(work.masks.values()), work.output_dims)
 
 
 def _scans(work: _Rewriting) -> list[Communication]:
@@ -176,4 +183,4 @@ def _shard(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
 
 
 def _verify(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
-    verify.verify(analysis)
+    work.output_dims = verify.verify(analysis)
