@@ -34,7 +34,12 @@ def generate(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settin
     if settings.codegen == "aot_eager":
         return torch_private.compile_without_codegen(gm, example_inputs, _orderer(settings))
     overlap = OverlapPass(overlap=settings.overlap, identity=_identity(settings))
-    patches = {"post_grad_custom_post_pass": passes_in_order(torch_private.configured_post_pass(), overlap)}
+    patches = {
+        "post_grad_custom_post_pass": passes_in_order(torch_private.configured_post_pass(), overlap),
+        # Near a convolution Inductor would lay out 4-D tensors channels-last, among them q, k and v, whose
+        # "channels" are then the tokens, and where that length is symbolic it fails to compare the strides.
+        "layout_optimization": False,
+    }
     return torch_private.compile_with_inductor(gm, example_inputs, patches)
 
 
