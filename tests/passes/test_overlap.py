@@ -413,6 +413,16 @@ def test_pin_of_an_op_with_several_results_is_its_first_item():
     }
 
 
+def test_wait_is_pinned_behind_the_matrix_products_before_it():
+    def function(q, k, v, do, x, w):
+        dw = x.mm(w).cos()
+        return (*_layer_backward(q, k, v, do), dw)
+
+    gm = _trace(function, *_inputs(), _inputs()[0], torch.ones(2, 2), torch.ones(2, 2))
+    OverlapPass(overlap=True, identity="")(gm.graph)
+    assert _pinned(gm.graph)["scan_wait"] == ["scan_start", "getitem", "mm"]
+
+
 def test_without_overlap_communications_alone_are_pinned():
     def function(q, k, v):
         return _layer(q, zeco.halo(k, 1, 1, 0, 0.0, GROUP)[:, 1:], v), zeco.all_sum(q, GROUP)

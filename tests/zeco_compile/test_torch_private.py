@@ -5,6 +5,10 @@ import os
 import subprocess
 import sys
 
+import torch
+
+from zeco_compile.torch_private import compile_with_inductor, compile_without_codegen, configured_post_pass
+
 
 def test_trace_artifact_reaches_the_trace_that_tlparse_reads(tmp_path):
     script = (
@@ -45,3 +49,48 @@ def test_trace_artifact_makes_no_text_where_no_trace_is_written():
         timeout=120,
     )
     assert done.stdout == ""
+
+
+def test_inductor_is_patched_for_the_backward_too_and_nothing_is_left_behind():
+    seen = []
+
+    class Note(torch._inductor.custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph):
+            seen.append(len(list(graph.nodes)))
+
+        def uuid(self):
+            return "note"
+
+    def backend(gm, example_inputs):
+        return compile_with_inductor(gm, example_inputs, {"post_grad_custom_post_pass": Note()})
+
+    torch._dynamo.reset()
+    x = torch.randn(3, requires_grad=True)
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        out = torch.compile(lambda x: x.sin().cos(), backend=backend)(x)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+    torch._dynamo.reset()
+    assert len(seen) == 2
+    assert configured_post_pass() is None
+    torch.testing.assert_close(grad, -x.sin().sin() * x.cos())
+
+
+def test_graphs_run_as_they_are_after_the_pass():
+    seen = []
+
+    def backend(gm, example_inputs):
+        return compile_without_codegen(gm, example_inputs, lambda graph: seen.append(type(graph)))
+
+    torch._dynamo.reset()
+    x = torch.randn(3, requires_grad=True)
+    compiled = torch.compile(lambda x: x.sin().cos(), backend=backend)
+    (grad,) = torch.autograd.grad(compiled(x).sum(), x)
+    assert seen == [torch.fx.Graph] * 2
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), x.sin().cos())
+    torch._dynamo.reset()
+    assert len(seen) == 3
+    torch.testing.assert_close(grad, -x.sin().sin() * x.cos())
