@@ -63,7 +63,10 @@ def explain(
 
     compiled = torch.compile(model, backend=explaining)
     with contextlib.suppress(_Explained):
-        compiled(*args, **kwargs)
+        try:
+            compiled(*args, **kwargs)
+        except substitutes.UnsupportedArgument as refused:  # while Dynamo traced: there is no graph yet
+            made.append(Report(settings=settings.to_dict(), error=str(refused)))
     if not made:
         raise CompileError(
             "Dynamo did not hand over any graph of this model.",

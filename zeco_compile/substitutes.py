@@ -43,13 +43,13 @@ class UnsupportedArgument(CompileError):
     def __init__(self, function: str, why: str, *, stack: str | None = None) -> None:
         self.function = function
         super().__init__(
-            f"this call of `{function}` cannot be computed on one rank's slice of the sequence.",
+            f"this call of `{function}` cannot be compiled for a sequence that the ranks share.",
             location=innermost_user_frame(stack),
             why=why,
             hints=[
                 "leave the argument out, or give it the value that it has by default",
-                "or compile the parts of the model around this call, and call it on the gathered sequence "
-                "(zeco_compile.gather_sequence)",
+                "or compile what is before and after this call, and make the call on the whole sequence "
+                "(zeco_compile.gather_sequence, shard_sequence)",
             ],
         )
 
@@ -137,7 +137,11 @@ def _misfit(each: Substitute, library: types.FunctionType) -> str | None:
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             return "it takes any number of arguments"
         required = parameter.default is inspect.Parameter.empty
-        if required and parameter.kind is not inspect.Parameter.VAR_KEYWORD and name not in _honoured(each.meaning):
+        if (
+            required
+            and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+            and name not in _honoured(each.meaning)
+        ):
             return f"its parameter {name} is unknown"
     if "scale" in theirs and theirs["scale"].default is not None:
         return f"its scale is {theirs['scale'].default} by default, in place of None"
@@ -182,7 +186,9 @@ def _traceable(each: Substitute, library: types.FunctionType) -> types.FunctionT
                 why = f"`{name}`: {refused[name]}"
             elif name not in accepted and not open_ended:
                 why = f"`{name}` is none of its parameters."
-            elif name not in refused and name not in indifferent and not _is_default(value, defaults.get(name)):
+            elif (
+                name not in refused and name not in indifferent and not _is_default(value, defaults.get(name))
+            ):
                 why = f"`{name}` is not known to zeco_compile, and may change what is computed."
         if why is None and problem is not None:
             why = problem(given)
@@ -263,7 +269,9 @@ def _conv_problem(given: dict[str, Any]) -> str | None:
     return None
 
 
-_CONV_STATE = "the rows before the sequence's first are those of another call, and are not exchanged between ranks."
+_CONV_STATE = (
+    "the rows before the sequence's first are those of another call, and are not exchanged between ranks."
+)
 
 SUBSTITUTES: tuple[Substitute, ...] = (
     Substitute("fla.ops.gla", "chunk_gla", fla_attention.chunk_gla, _ATTENTION, _INDIFFERENT),
@@ -303,11 +311,20 @@ SUBSTITUTES: tuple[Substitute, ...] = (
             _INDIFFERENT,
             _one_layout,
         )
-        for name in ("chunk_retention", "fused_chunk_retention", "fused_recurrent_retention", "parallel_retention")
+        for name in (
+            "chunk_retention",
+            "fused_chunk_retention",
+            "fused_recurrent_retention",
+            "parallel_retention",
+        )
     ),
     *(
         Substitute(
-            "fla.ops.lightning_attn", name, fla_attention.lightning_attn, {**_ATTENTION, **_REVERSE}, _INDIFFERENT
+            "fla.ops.lightning_attn",
+            name,
+            fla_attention.lightning_attn,
+            {**_ATTENTION, **_REVERSE},
+            _INDIFFERENT,
         )
         for name in ("chunk_lightning_attn", "fused_recurrent_lightning_attn")
     ),
