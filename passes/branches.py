@@ -1,14 +1,17 @@
-"""What the trace took for granted about the length: a branch of the user's code, a slice that a short input fills.
+"""What the trace took for granted about the length: a branch of the user's code, a slice that takes all rows.
 
-`if x.shape[1] > 8`, `x[:, :8]`, a table with fewer rows than the sequence: where the trace has a symbol for the
-length, Dynamo notes what it assumed of it as a guard. The guards hold for the slice; the unsharded model would have
-been asked about the whole sequence. An assumption that does not hold for that is a branch that it would not have
-taken. What holds depends on the length of each call, so `refuse_broken` is called at every one.
+`if x.shape[1] > 8`, `x[:, :8]`, a table with fewer rows than the sequence: where the trace has a symbol for
+the length, Dynamo notes what it assumed of it as a guard. The guards hold for the slice; the unsharded model
+would have been asked about the whole sequence. An assumption that does not hold for that is a branch that it
+would not have taken. What holds depends on the length of each call, so `refuse_broken` is called at every one.
+
+Where the trace has a constant length there are no guards; `refuse_constant_slices` then looks at the slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +20,12 @@ import torch
 from torch import fx
 
 from zeco_compile.passes import torch_private
-from zeco_compile.passes.errors import LengthInValue
+from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.axes import same_size, size_of
+from zeco_compile.passes.errors import LengthInValue, UnsupportedOp
 from zeco_compile.passes.inputs import GraphInput
-from zeco_compile.passes.locations import UNKNOWN
+from zeco_compile.passes.locations import UNKNOWN, user_location
+from zeco_compile.passes.report import op_name
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Assumption:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """All of one trace. `lengths` are the symbols of the length, `others` the other symbols' values at hand."""
+    """All of one trace. `lengths` are the symbols of the length, `others` the values of other symbols."""
 
     found: tuple[Assumption, ...]
     lengths: tuple[Any, ...]
@@ -49,8 +55,8 @@ class Assumptions:
                 raise LengthInValue(
                     str(each.holds),
                     location=UNKNOWN,
-                    why=f"at `{each.source}` the code, or an operation in it, goes another way for a slice than for "
-                    f"the whole sequence of {whole_length} tokens.",
+                    why=f"at `{each.source}` the code, or an operation in it, goes another way for a slice than "
+                    f"for the whole sequence of {whole_length} tokens.",
                     hints=[
                         "do not decide by the length of the sequence, or by a constant number of tokens "
                         "(x[:, :8], x[:, -8:])",
@@ -83,3 +89,64 @@ def assumptions(
         if expression.free_symbols & lengths
     )
     return Assumptions(found, tuple(lengths), others)
+
+
+def refuse_constant_slices(analysis: Analysis) -> None:
+    """Raises UnsupportedOp for `x[:, :8]` along the sequence where the slice has no more rows than that.
+
+    Such a slice takes all rows here, so that no op is left of it in the graph, and fewer from the whole
+    sequence. A constant that is just the length may have been written as the length; that cannot be seen, so
+    it is refused.
+    """
+    for user_node in analysis.gm.graph.nodes:
+        for source, dim, bounds in _slices(user_node):
+            if not any(isinstance(b, int) and b not in (0, _END) for b in bounds):
+                continue
+            values = analysis.shadow.tensors_read(user_node, source)
+            made = analysis.shadow.tensors_made(user_node)
+            if not values or not made or dim not in analysis.track.sequence_dims(values[0]):
+                continue
+            before, after = (size_of(n.meta["val"].numel()) for n in (values[0], made[0]))
+            if not same_size(before, after):
+                continue
+            raise UnsupportedOp(
+                op_name(user_node),
+                location=user_location(user_node),
+                why="it takes a constant number of rows along the sequence, and this rank's slice has no more: of "
+                "the whole sequence it may be a part.",
+                hints=[
+                    "leave it out if it means all rows; x.shape[1] itself is a constant in a loop over the length"
+                ],
+                node=str(user_node),
+            )
+
+
+_END = 2**63 - 1
+
+
+def _slices(node: fx.Node) -> Iterator[tuple[fx.Node, int, tuple[Any, Any]]]:
+    """(tensor, dimension, (start, end)) of each slice that a node takes."""
+    if node.target in (operator.getitem, "narrow", torch.narrow):
+        source, *rest = node.args
+        if not isinstance(source, fx.Node) or not isinstance(source.meta.get("example_value"), torch.Tensor):
+            return
+        if node.target is not operator.getitem:
+            given = dict(zip(("dim", "start", "length"), rest, strict=False)) | dict(node.kwargs)
+            yield (
+                source,
+                int(given["dim"]) % source.meta["example_value"].dim(),
+                (given["start"], given["length"]),
+            )
+            return
+        index = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
+        total = source.meta["example_value"].dim()
+        taken = sum(each is not None and each is not Ellipsis for each in index)
+        dim = 0
+        for each in index:
+            if each is Ellipsis:
+                dim += total - taken
+            elif isinstance(each, slice):
+                yield source, dim, (each.start, each.stop)
+                dim += 1
+            elif each is not None:
+                dim += 1

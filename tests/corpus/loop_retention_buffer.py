@@ -5,6 +5,7 @@ from torch import nn
 
 EXPECTED = {"families": ["constant per head"]}
 LOCAL_LENGTHS = (5,)
+WORLD_SIZE = 3
 
 
 class Retention(nn.Module):

@@ -6,6 +6,7 @@ from torch import nn
 
 EXPECTED = {"families": ["none"]}
 LOCAL_LENGTHS = (5,)
+WORLD_SIZE = 3
 
 
 class LM(nn.Module):

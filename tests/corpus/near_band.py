@@ -5,6 +5,7 @@ from torch import nn
 
 EXPECTED = {"refused": r"near_band\.py"}
 LOCAL_LENGTHS = (5,)
+WORLD_SIZE = 3
 
 
 class Model(nn.Module):

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 EXPECTED = {"refused": r"near_centred_convolution\.py", "or_equal": True}
-LOCAL_LENGTHS = (4, 1)
+LOCAL_LENGTHS = (4,)
+MORE_LOCAL_LENGTHS = (1,)
 
 
 class Model(nn.Module):

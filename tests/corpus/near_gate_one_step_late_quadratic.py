@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"refused": r"near_gate_one_step_late_quadratic\.py"}
+EXPECTED = {"refused": r"near_gate_one_step_late_quadratic\.py", "or_equal": True}
 LOCAL_LENGTHS = (5,)
 
 

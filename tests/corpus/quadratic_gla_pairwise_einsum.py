@@ -5,6 +5,7 @@ from torch import nn
 
 EXPECTED = {"families": ["per channel"]}
 LOCAL_LENGTHS = (4,)
+WORLD_SIZE = 3
 
 
 class Reference(nn.Module):

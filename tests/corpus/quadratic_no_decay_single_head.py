@@ -4,7 +4,11 @@ import torch
 from torch import nn
 
 EXPECTED = {"families": ["none"]}
-LOCAL_LENGTHS = (4, 7, 1)
+LOCAL_LENGTHS = (4,)
+MORE_LOCAL_LENGTHS = (
+    7,
+    1,
+)
 
 
 class Model(nn.Module):

@@ -4,7 +4,8 @@ A module of the corpus has, besides a model as its author would have written it:
 
     make_model()                        the model
     make_inputs(batch, length, dtype)   its inputs for the whole sequence
-    LOCAL_LENGTHS                       tokens per rank, one run for each; WORLD_SIZE if it is not 2
+    LOCAL_LENGTHS                       tokens per rank, one run for each; those of MORE_LOCAL_LENGTHS only with
+                                        ZECO_CORPUS=all in the environment. WORLD_SIZE if it is not 2
     EXPECTED                            {"families": [...]}: regions that must be recognised, in order, or
                                         {"refused": regex}: it must be an error that says so on every rank
 
@@ -15,6 +16,7 @@ right, and the label says which is the aim. Nothing allows a result that differs
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -56,7 +58,9 @@ def load(name: str) -> ModuleType:
 
 def runs() -> Iterator[tuple[str, int]]:
     for name in ENTRIES:
-        for length in load(name).LOCAL_LENGTHS:
+        module = load(name)
+        more = getattr(module, "MORE_LOCAL_LENGTHS", ()) if os.environ.get("ZECO_CORPUS") == "all" else ()
+        for length in (*module.LOCAL_LENGTHS, *more):
             yield name, length
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, UncapturedHigherOrderOpError
 
+from zeco_compile.passes import torch_private
 from zeco_compile.passes.torch_private import LoudBackendError, is_dynamo_restart
 
 
@@ -31,3 +32,29 @@ def test_requests_to_trace_again_are_told_from_failures():
     assert is_dynamo_restart(RestartAnalysis(restart_reason="x"))
     assert not is_dynamo_restart(LoudBackendError("text"))
     assert not is_dynamo_restart(KeyError("x"))
+
+
+def test_guards_and_symbols_of_a_symbolic_size():
+    """What a trace assumed of a length is found, with the symbol that its size has."""
+    seen = []
+
+    def backend(gm, example_inputs):
+        mode, fakes = torch_private.fake_inputs(gm, example_inputs)
+        size = next(f.shape[1] for f in fakes if isinstance(f, torch.Tensor))
+        seen.append((torch_private.symbols_of_size(size), torch_private.shape_guards(mode)))
+        return gm.forward
+
+    def branches(x):
+        return x + 1 if x.shape[1] > 8 else x * 2
+
+    torch._dynamo.reset()
+    x = torch.randn(2, 5)
+    torch._dynamo.maybe_mark_dynamic(x, 1)
+    torch.compile(branches, backend=backend, fullgraph=True)(x)
+    ((symbols, guards),) = seen
+    assert len(symbols) == 1
+    ((condition, source),) = guards
+    assert condition.free_symbols == symbols
+    assert bool(condition.subs(dict.fromkeys(symbols, 5)))
+    assert "if x.shape[1] > 8" in source
+    assert torch_private.symbols_of_size(5) == set()
