@@ -24,7 +24,7 @@ from zeco_compile.passes import torch_private
 from zeco_compile.passes.axes import Size, size_of
 from zeco_compile.passes.axis_rules import track_axes
 from zeco_compile.passes.inputs import GraphInput, graph_inputs, local_length
-from zeco_compile.passes.schema import argument
+from zeco_compile.passes.schema import argument, operand
 from zeco_compile.passes.shadow import Shadow, build_shadow
 from zeco_compile.passes.tracking import Action, Tracking
 
@@ -67,7 +67,7 @@ class Analysis:
         """A slice of something whole whose result runs along the sequence: one row for each position."""
         if node.target is not torch.ops.aten.slice.Tensor or node in self._constants:
             return False
-        source = node.args[0]
+        source = operand(node, 0)
         dim = argument(node, "dim", 0) % source.meta["val"].dim()
         sequence, dims = self.track.axes.is_sequence, self.track.dims
         return sequence(dims(node)[dim]) and not sequence(dims(source)[dim])

@@ -187,7 +187,7 @@ class Axes:
                     return None
                 atom = pending.pop(0)
                 if same_size(atom.size, 1):
-                    (taken if not out else taken).append(atom)
+                    taken.append(atom)
                     continue
                 need = _quotient(size, product)
                 if need is not None and _quotient(need, atom.size) is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from zeco_compile.passes.axes import Dim, Dims, Size, same_size, size_of
-from zeco_compile.passes.schema import argument, shape, tensors
+from zeco_compile.passes.schema import argument, operand, operands, shape, tensors
 from zeco_compile.passes.tracking import Tracking
 
 aten = torch.ops.aten
@@ -192,8 +192,7 @@ def unbind(track: Tracking, node: fx.Node) -> None:
 
 @rule(operator.getitem)
 def getitem(track: Tracking, node: fx.Node) -> None:
-    source, index = node.args
-    track.out(node, track.dims_of_output(source, index))
+    track.out(node, track.dims_of_output(operand(node, 0), node.args[1]))  # type: ignore[arg-type]
 
 
 @rule(*_ops("unfold"))
@@ -216,7 +215,7 @@ def opaque_view(track: Tracking, node: fx.Node) -> None:
 
 @rule(*_ops("cat"))
 def cat(track: Tracking, node: fx.Node) -> None:
-    parts = [n for n in node.args[0] if shape(n) != (0,)]
+    parts = [n for n in operands(node) if shape(n) != (0,)]
     if len(parts) == 1:
         track.out(node, track.dims(parts[0]))
         return
@@ -234,7 +233,7 @@ def cat(track: Tracking, node: fx.Node) -> None:
 
 @rule(*_ops("stack"))
 def stack(track: Tracking, node: fx.Node) -> None:
-    parts = node.args[0]
+    parts = operands(node)
     dims = track.broadcast([track.dims(n) for n in parts])
     dim = _positive(argument(node, "dim", 0), len(dims) + 1)
     size = shape(node)[dim]
@@ -262,7 +261,7 @@ def repeat(track: Tracking, node: fx.Node) -> None:
 
 @rule(*_ops("select_scatter"))
 def select_scatter(track: Tracking, node: fx.Node) -> None:
-    into, source = node.args[0], node.args[1]
+    into, source = operand(node, 0), operand(node, 1)
     dims = track.dims(into)
     dim = _positive(argument(node, "dim"), len(dims))
     rest = track.broadcast([(*dims[:dim], *dims[dim + 1 :]), track.dims(source)])
@@ -275,7 +274,7 @@ def select_scatter(track: Tracking, node: fx.Node) -> None:
 
 @rule(*_ops("slice_scatter"))
 def slice_scatter(track: Tracking, node: fx.Node) -> None:
-    into, source = node.args[0], node.args[1]
+    into, source = operand(node, 0), operand(node, 1)
     dims = track.dims(into)
     dim = _positive(argument(node, "dim", 0), len(dims))
     src = track.dims(source)
@@ -383,32 +382,32 @@ def _contract(track: Tracking, node: fx.Node, a: Dims, b: Dims) -> Dims:
 
 @rule(*_ops("mm", "bmm", "matmul"))
 def product(track: Tracking, node: fx.Node) -> None:
-    a, b = (track.dims(n) for n in node.args[:2])
+    a, b = (track.dims(n) for n in (operand(node, 0), operand(node, 1)))
     track.out(node, _contract(track, node, a, b))
 
 
 @rule(*_ops("addmm", "baddbmm"))
 def added_product(track: Tracking, node: fx.Node) -> None:
-    bias, a, b = (track.dims(n) for n in node.args[:3])
+    bias, a, b = (track.dims(n) for n in (operand(node, 0), operand(node, 1), operand(node, 2)))
     track.out(node, track.broadcast([_contract(track, node, a, b), bias]))
 
 
 @rule(*_ops("mv"))
 def matrix_vector(track: Tracking, node: fx.Node) -> None:
-    a, b = (track.dims(n) for n in node.args[:2])
+    a, b = (track.dims(n) for n in (operand(node, 0), operand(node, 1)))
     track.out(node, _contract(track, node, a, (*b, ()))[:-1])
 
 
 @rule(*_ops("dot", "vdot"))
 def dot(track: Tracking, node: fx.Node) -> None:
-    a, b = (track.dims(n) for n in node.args[:2])
+    a, b = (track.dims(n) for n in (operand(node, 0), operand(node, 1)))
     track.act(node, track.unified(node, a[0], b[0]), "contract")
     track.out(node, ())
 
 
 @rule(*_ops("convolution", "_convolution"))
 def convolution(track: Tracking, node: fx.Node) -> None:
-    source, weight, bias = node.args[:3]
+    source, weight, bias = operand(node, 0), operand(node, 1), node.args[2]
     dims, kernel = track.dims(source), shape(weight)[2:]
     groups = argument(node, "groups", 1)
     out = [dims[0], track.axes.fresh(shape(node)[1], "channels")]
@@ -494,14 +493,15 @@ def batch_norm(track: Tracking, node: fx.Node) -> None:
 
 @rule(*_ops("embedding"))
 def embedding(track: Tracking, node: fx.Node) -> None:
-    table, index = node.args[0], node.args[1]
+    table, index = operand(node, 0), operand(node, 1)
     track.act(node, track.dims(table)[0], "look-up")
     track.out(node, (*track.dims(index), track.dims(table)[1]))
 
 
 @rule(*_ops("index", "_unsafe_index"))
 def index(track: Tracking, node: fx.Node) -> None:
-    source, indices = node.args[0], list(node.args[1])
+    source = operand(node, 0)
+    indices: list[Any] = list(node.args[1])  # type: ignore[arg-type]
     dims = track.dims(source)
     indices += [None] * (len(dims) - len(indices))
     picked = [i for i, n in enumerate(indices) if n is not None]
@@ -520,9 +520,9 @@ def index(track: Tracking, node: fx.Node) -> None:
 
 @rule(*_ops("index_select"))
 def index_select(track: Tracking, node: fx.Node) -> None:
-    source, which = node.args[0], node.args[2]
+    source, which = operand(node, 0), operand(node, 2)
     dims = list(track.dims(source))
-    dim = _positive(node.args[1], len(dims))
+    dim = _positive(argument(node, "dim"), len(dims))
     track.act(node, dims[dim], "look-up")
     dims[dim] = track.dims(which)[0]
     track.out(node, tuple(dims))
@@ -530,9 +530,9 @@ def index_select(track: Tracking, node: fx.Node) -> None:
 
 @rule(*_ops("gather"))
 def gather(track: Tracking, node: fx.Node) -> None:
-    source, which = node.args[0], node.args[2]
+    source, which = operand(node, 0), operand(node, 2)
     dims, wanted = track.dims(source), track.dims(which)
-    dim = _positive(node.args[1], len(dims))
+    dim = _positive(argument(node, "dim"), len(dims))
     track.act(node, dims[dim], "look-up")
     out = []
     for i, (a, b) in enumerate(zip(dims, wanted, strict=True)):
@@ -550,7 +550,7 @@ def gather(track: Tracking, node: fx.Node) -> None:
 def scatter(track: Tracking, node: fx.Node) -> None:
     inputs = tensors(node)
     dims = list(track.dims(inputs[0]))
-    dim = _positive(node.args[1], len(dims))
+    dim = _positive(argument(node, "dim"), len(dims))
     track.act(node, dims[dim], "scatter")
     for other in inputs[1:]:
         for i, d in enumerate(track.dims(other)):
@@ -565,7 +565,7 @@ def scatter(track: Tracking, node: fx.Node) -> None:
 
 @rule(*_ops("nll_loss_forward"))
 def nll_loss(track: Tracking, node: fx.Node) -> None:
-    source, target = node.args[0], node.args[1]
+    source, target = operand(node, 0), operand(node, 1)
     dims = track.dims(source)
     track.act(node, dims[-1], "look-up")
     rows = track.broadcast([dims[:-1], track.dims(target)])
@@ -579,9 +579,9 @@ def nll_loss(track: Tracking, node: fx.Node) -> None:
 
 @rule(*_ops("nll_loss2d_forward"))
 def nll_loss2d(track: Tracking, node: fx.Node) -> None:
-    dims = track.dims(node.args[0])
+    dims = track.dims(operand(node, 0))
     track.act(node, dims[1], "look-up")
-    rows = track.broadcast([(dims[0], *dims[2:]), track.dims(node.args[1])])
+    rows = track.broadcast([(dims[0], *dims[2:]), track.dims(operand(node, 1))])
     if argument(node, "reduction") == 0:
         track.outs(node, [rows, ()])
         return
@@ -615,7 +615,7 @@ def elementwise_loss(track: Tracking, node: fx.Node) -> None:
     )
 )
 def softmax_attention(track: Tracking, node: fx.Node) -> None:
-    q, k, v = (track.dims(n) for n in node.args[:3])
+    q, k, v = (track.dims(n) for n in (operand(node, 0), operand(node, 1), operand(node, 2)))
     for dim in (q[-2], k[-2], v[-2], q[-1], k[-1]):
         track.act(node, dim, "attend")
     out = (*q[:-1], v[-1])
@@ -655,28 +655,29 @@ zeco = torch.ops.zeco
 
 @rule(zeco.halo.default)
 def halo(track: Tracking, node: fx.Node) -> None:
-    dims = list(track.dims(node.args[0]))
-    dim, left, right = (track.number(node.args[i]) for i in (1, 2, 3))
+    dims = list(track.dims(operand(node, 0)))
+    dim, left, right = (track.number(argument(node, name)) for name in ("dim", "left", "right"))
     dims[dim] = track.padded(dims[dim], left, right, shape(node)[dim])
     track.out(node, tuple(dims))
 
 
 @rule(zeco.all_sum.default, zeco.from_rank.default, zeco.all_max.default)
 def same_everywhere(track: Tracking, node: fx.Node) -> None:
-    track.out(node, track.dims(node.args[0]))
+    track.out(node, track.dims(operand(node, 0)))
 
 
 @rule(zeco.gather_sequence.default)
 def gathered(track: Tracking, node: fx.Node) -> None:
-    dims = list(track.dims(node.args[0]))
-    dims[node.args[1]] = track.axes.fresh(shape(node)[node.args[1]], "gathered")
+    dims = list(track.dims(operand(node, 0)))
+    dim = argument(node, "dim")
+    dims[dim] = track.axes.fresh(shape(node)[dim], "gathered")
     track.out(node, tuple(dims))
 
 
 @rule(zeco.slice_sequence.default)
 def sliced(track: Tracking, node: fx.Node) -> None:
-    dims = list(track.dims(node.args[0]))
-    dims[node.args[1]] = (track.axes.sequence,)
+    dims = list(track.dims(operand(node, 0)))
+    dims[argument(node, "dim")] = (track.axes.sequence,)
     track.out(node, tuple(dims))
 
 
@@ -690,7 +691,7 @@ def attention_output(track: Tracking, node: fx.Node) -> None:
 
 @rule(zeco.rank_state.default)
 def attention_state(track: Tracking, node: fx.Node) -> None:
-    k, v = track.dims(node.args[0]), track.dims(node.args[1])
+    k, v = track.dims(operand(node, 0)), track.dims(operand(node, 1))
     track.outs(node, [(k[0], k[2], k[3], v[3]), (k[0], k[2], ())])
 
 

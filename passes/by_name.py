@@ -44,7 +44,7 @@ def wire_by_name(analysis: Analysis, wiring: Wiring, first_number: int) -> list[
                 why="dimension 1 of q, k and v has to be the sequence, all of it, on all of them or on none.",
                 node=str(node),
             )
-        node.args = tuple(given[name] for name in _NAMES[:7]) + (wiring.schedule, wiring.blocks, wiring.group)
+        node.args = (*(given[name] for name in _NAMES[:7]), wiring.schedule, wiring.blocks, wiring.group)
         node.kwargs = {}
         settle(node)
         found.append(_report(analysis, node, given, first_number + len(found)))

@@ -13,12 +13,13 @@ import operator
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from zeco_compile.passes.analysis import Analysis, State
+from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.length import depends_on, global_number
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.region import Region, Sizes, cut_region
@@ -81,11 +82,12 @@ def _results(analysis: Analysis, user_node: fx.Node) -> list[_Result] | None:
     """What `user_node` returns; None if it is not one row for each position, or none."""
     made = analysis.shadow.value.get(user_node)
     if isinstance(made, fx.Node):
-        found = [(user_node, None, made)]
+        found: list[tuple[fx.Node, int | None, Any]] = [(user_node, None, made)]
     elif isinstance(made, list | tuple):
         if any(u.target is not operator.getitem for u in user_node.users):
             return None
-        found = [(u, u.args[1], made[u.args[1]]) for u in user_node.users]  # type: ignore[index]
+        places = {u: int(u.args[1]) for u in user_node.users}  # type: ignore[arg-type]
+        found = [(u, place, made[place]) for u, place in places.items()]
     else:
         return None
     results = []
@@ -155,7 +157,7 @@ def _copying(
                 new = emit.call(zeco.slice_sequence.default, new, each.rows, ranks.group, ranks.world_size)
             copies = {*whole.values(), new}
             each.reader.meta["zeco_replaced_by"] = new
-            each.reader.replace_all_uses_with(new, delete_user_cb=lambda user, kept=copies: user not in kept)
+            each.reader.replace_all_uses_with(new, delete_user_cb=_outside(copies))
             if each.reader is not user_node:
                 graph.erase_node(each.reader)
         _erase(graph, region)
@@ -167,6 +169,10 @@ def _copying(
         )
 
     return apply
+
+
+def _outside(copies: set[fx.Node]) -> Callable[[fx.Node], bool]:
+    return lambda user: user not in copies
 
 
 def _erase(graph: fx.Graph, region: Region) -> None:

@@ -17,6 +17,7 @@ import logging
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -347,7 +348,8 @@ def _gate_source(analysis: Analysis, roles: Roles) -> tuple[fx.Node | None, Gate
     while getattr(getattr(current.target, "overloadpacket", None), "__name__", "") in views:
         current = current.args[0]  # type: ignore[assignment]
     forms = {f.name: f for f in GATE_FORMS}
-    inner = {aten.exp.default: forms["g"], aten.sigmoid.default: forms["logsigmoid(z)"]}.get(current.target)
+    under: dict[Any, GateForm] = {aten.exp.default: forms["g"], aten.sigmoid.default: forms["logsigmoid(z)"]}
+    inner = under.get(current.target)
     if inner is None or not isinstance(current.args[0], fx.Node):
         return node, form
     source = current.args[0]

@@ -118,9 +118,9 @@ def carrying(region: Region, analysis: Analysis) -> Iterator[Region]:
                     isinstance(value, torch.Tensor)
                     and value.dim() == len(dims)
                     and other is not region.output
+                    and [track.axes.flat(d) for d in track.dims(other)] == dims
                 ):
-                    if [track.axes.flat(d) for d in track.dims(other)] == dims:
-                        alike.append(other)
+                    alike.append(other)
         for last in reversed(alike[-_LAST_VALUES:]):
             yield replace(region, initial_state=node, final_state=last)
 
@@ -282,7 +282,8 @@ def _compute(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> Any:
         has_dtype = any(a.name == "dtype" for a in target._schema.arguments)
         made = node.meta.get("val")
         if has_dtype and isinstance(made, torch.Tensor) and kwargs.get("dtype") is None:
-            if not any(isinstance(a, torch.Tensor) for a in pytree.tree_leaves(args)):
+            from_nothing = not any(isinstance(a, torch.Tensor) for a in pytree.tree_leaves(args))
+            if from_nothing:  # its dtype was the default one
                 kwargs["dtype"] = torch.float64 if made.dtype.is_floating_point else made.dtype
         kwargs.pop("pin_memory", None)
     if target in (aten.view.default, aten._unsafe_view.default):
@@ -351,7 +352,7 @@ def largest_constant(nodes: Iterable[fx.Node]) -> int:
         if node.target in _SIZED or node.target is aten.slice.Tensor:
             continue
         for leaf in pytree.tree_leaves((node.args, node.kwargs)):
-            if isinstance(leaf, int | float) and not isinstance(leaf, bool) and leaf == leaf:
-                if abs(leaf) < 2**20 and float(leaf).is_integer():
-                    largest = max(largest, abs(int(leaf)))
+            number = isinstance(leaf, int | float) and not isinstance(leaf, bool)
+            if number and abs(leaf) < 2**20 and float(leaf).is_integer():
+                largest = max(largest, abs(int(leaf)))
     return largest

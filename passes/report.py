@@ -41,9 +41,10 @@ class Role:
 class Region:
     """A part of the user's graph that was replaced by one gated linear attention.
 
-    ``sizes`` are B, T, H, K, V of this rank's call, the width of the decay (K, or 1 per head) and the bytes of an
-    element of v and of the state. ``check_error`` is the largest relative difference from the float64 recurrence in the numeric check, None
-    where the region was recognised by name and needs none; ``sizes_checked`` names the sizes of each check.
+    ``sizes`` are B, T, H, K, V of this rank's call, the width of the decay (K, or 1 per head) and the bytes of
+    an element of v and of the state. ``check_error`` is the largest relative difference from the float64
+    recurrence in the numeric check, None where the region was recognised by name and needs none;
+    ``sizes_checked`` names the sizes of each check.
     """
 
     name: str

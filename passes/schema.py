@@ -23,6 +23,20 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     return default
 
 
+def operand(node: fx.Node, index: int) -> fx.Node:
+    """A positional argument that is a node."""
+    value = node.args[index]
+    assert isinstance(value, fx.Node), f"argument {index} of {node} is no node"
+    return value
+
+
+def operands(node: fx.Node, index: int = 0) -> list[fx.Node]:
+    """A positional argument that is a list of nodes."""
+    value = node.args[index]
+    assert isinstance(value, list | tuple), f"argument {index} of {node} is no list"
+    return [each for each in value if isinstance(each, fx.Node)]
+
+
 def tensors(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
 

@@ -64,9 +64,7 @@ class _Recorder(fx.Interpreter):
         self._seen = 0
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op == "output":
-            self._note_reads(n)
-        elif n.op not in ("placeholder", "get_attr"):
+        if n.op not in ("placeholder", "get_attr"):
             self._note_reads(n)
         result = super().run_node(n)
         self._claim_new_nodes(n)

@@ -24,7 +24,7 @@ from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State
 from zeco_compile.passes.region import Sizes
-from zeco_compile.passes.schema import argument
+from zeco_compile.passes.schema import argument, operand, operands
 
 aten = torch.ops.aten
 zeco = torch.ops.zeco
@@ -142,7 +142,7 @@ def _halo_exchanges(
 def _through_views(node: fx.Node) -> fx.Node:
     """Where a value came from before views and copies."""
     while node.target in _VIEWS:
-        node = node.args[0]  # type: ignore[assignment]
+        node = operand(node, 0)
     return node
 
 
@@ -245,10 +245,10 @@ def _cross_entropy(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     if given.get("size_average") is not None or given.get("reduce") is not None or reduction == "none":
         return None
     logits, labels = given["input"], given["target"]
-    seen = [analysis.shadow.reads.get((user_node, n)) for n in (logits, labels)]
-    if not all(isinstance(n, fx.Node) for n in seen):
+    logits_value = analysis.shadow.reads.get((user_node, logits))
+    labels_value = analysis.shadow.reads.get((user_node, labels))
+    if not isinstance(logits_value, fx.Node) or not isinstance(labels_value, fx.Node):
         return None
-    logits_value, labels_value = seen
     if labels_value.meta["val"].dtype.is_floating_point:
         return None
     shift = None
@@ -353,7 +353,7 @@ def _path_to_base(analysis: Analysis, node: fx.Node) -> tuple[fx.Node, list[fx.N
             path.append(node)
         else:
             return None
-        node = node.args[0]  # type: ignore[assignment]
+        node = operand(node, 0)
     if window is None or analysis.state(node) is not State.LOCAL:
         return None
     return node, path[::-1], window
@@ -399,7 +399,7 @@ def _convolution(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     if len(mixing) != 1 or len(_mixing(analysis, user_node)) != 1:
         return None
     (node,) = mixing
-    source = node.args[0]
+    source = operand(node, 0)
     dim = _row_dim(analysis, source)
     result = _single_output(analysis, user_node)
     if result is None or dim is None or dim < 2 or argument(node, "transposed"):
@@ -409,7 +409,7 @@ def _convolution(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     stride, padding, dilation = (v[spatial if len(v) > 1 else 0] for v in one.values())
     if stride != 1 or analysis.state(source) is State.MIXED:
         return None
-    reach = (node.args[1].meta["val"].shape[2 + spatial] - 1) * dilation
+    reach = (operand(node, 1).meta["val"].shape[2 + spatial] - 1) * dilation
     if _kinds(analysis, node) - {"convolve", "window"}:
         return None
     crop_right = padding > 0 and _cropped_right(analysis, node, padding)
@@ -468,7 +468,7 @@ def _padding(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     if len(mixing) != 1 or mixing[0].target is not aten.constant_pad_nd.default:
         return None
     (node,) = mixing
-    source = node.args[0]
+    source = operand(node, 0)
     result = _single_output(analysis, user_node)
     dim = _row_dim(analysis, source)
     if result is not node or dim is None or analysis.state(source) is State.MIXED:
@@ -518,7 +518,7 @@ def _concatenation(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     if len(mixing) != 1 or mixing[0].target is not aten.cat.default:
         return None
     (node,) = mixing
-    parts = node.args[0]
+    parts = operands(node)
     dim = _row_dim(analysis, node)
     if len(parts) != 2 or dim is None or _single_output(analysis, user_node) is not node:
         return None
@@ -550,7 +550,7 @@ def _concatenation(analysis: Analysis, user_node: fx.Node) -> Plan | None:
 def _shifted(user_node: fx.Node, edge: int, dim: int, count: int, holder: fx.Node) -> Callable[[Ranks], None]:
     def apply(ranks: Ranks) -> None:
         emit = Emit(user_node, after=False)
-        parts = user_node.args[0] if user_node.args else user_node.kwargs["tensors"]
+        parts: Any = user_node.args[0] if user_node.args else user_node.kwargs["tensors"]
         left, right = (count, 0) if edge == 0 else (0, count)
         rows = emit.call(zeco.halo.default, _current(holder), dim, left, right, 0.0, ranks.group)
         start = 0 if edge == 0 else -count
@@ -600,7 +600,7 @@ def _table_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     if len(lookups) != 1 or not analysis.is_table_lookup(lookups[0]):
         return None
     (node,) = lookups
-    table = node.args[0]
+    table = operand(node, 0)
     if analysis.length == 1:
         return None  # table[:T] and table[:1] look alike, and mean different rows
     if user_node.target is not operator.getitem or not isinstance(user_node.args[0], fx.Node):
@@ -613,7 +613,7 @@ def _table_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
 
     def apply(ranks: Ranks) -> None:
         emit = Emit(user_node, after=False)
-        source = user_node.args[0]
+        source = operand(user_node, 0)
         length = emit.call(aten.sym_size.int, *_length_source(analysis))
         offset = emit.call(operator.mul, length, ranks.rank)
         # narrow, unlike a slice, raises where the table has too few rows for the whole sequence
@@ -641,7 +641,11 @@ def _single_token(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         return None
     (node,) = mixing
     output = _single_output(analysis, user_node)
-    if output is None or not _is_local(analysis, node.args[0]) or _row_dim(analysis, node.args[0]) is None:
+    if (
+        output is None
+        or not _is_local(analysis, operand(node, 0))
+        or _row_dim(analysis, operand(node, 0)) is None
+    ):
         return None
     if analysis.length == 1 or argument(node, "index") not in (0, -1):
         return None

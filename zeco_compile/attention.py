@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import zeco_compile.lowering  # registers the ops
+import zeco_compile.lowering  # noqa: F401  (importing it registers the ops)
 
 
 def gated_linear_attention(

@@ -21,6 +21,7 @@ from zeco_compile.lowering import volume
 from zeco_compile.lowering.all_scan import resolve_schedule
 from zeco_compile.passes import by_name, gather, length, recognize, shard, verify
 from zeco_compile.passes.analysis import Analysis, analyse
+from zeco_compile.passes.branches import refuse_constant_slices
 from zeco_compile.passes.masks import CausalMask
 from zeco_compile.passes.report import Communication, PassRecord, Report
 from zeco_compile.passes.roles import NotLinearAttention
@@ -81,6 +82,7 @@ def rewrite(
         ("by_meaning", _by_meaning),
     ]
     if ranks.world_size > 1:
+        refuse_constant_slices(first)
         passes += [
             ("running_sums", _running_sums),
             ("length", _length),
@@ -143,7 +145,7 @@ def decided(report: Report) -> dict[str, Any]:
     return {
         "regions": [[r.name, r.family, r.how, str(r.location), r.scale] for r in report.regions],
         "decisions": [[d.node, d.op, d.decision, str(d.location)] for d in report.decisions],
-        "inputs": {name: dim for name, dim in report.seq_inputs.items()},
+        "inputs": dict(report.seq_inputs),
         "options": {k: str(v) for k, v in report.settings.items() if k not in ("debug_dir", "group")},
     }
 
