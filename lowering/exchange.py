@@ -11,6 +11,7 @@ op                        adjoint              forward
 ``halo``                  ``halo_backward``    my slice, with the rows next to it that others hold
 ``all_sum``               ``all_sum``          the sum over ranks, everywhere
 ``all_max``               none                 the maximum over ranks, everywhere
+``at_rank``               none                 whether this rank is the owner; no communication
 ``from_rank``             ``sum_to_rank``      the owner's value, everywhere
 ``gather_sequence``       ``scatter_sum``      all slices, everywhere
 ``slice_sequence``        ``unslice_sequence`` my slice of what every rank holds in full; no communication
@@ -248,6 +249,28 @@ def all_max(x: Tensor, group: str) -> Tensor:
 @all_max.register_fake
 def _(x: Tensor, group: str) -> Tensor:
     return _fresh_like(x)
+
+
+# --- which rank this is ---------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("zeco::at_rank", mutates_args=())
+def at_rank(like: Tensor, owner: int, group: str) -> Tensor:
+    """[1], bool, on the device of ``like``: whether this is group rank ``owner``. No communication.
+
+    In a graph it stands for a constant that differs between ranks, so that no compiler can fold it and drop,
+    on some ranks only, an exchange that the others wait for.
+
+    Raises `InvalidExchange` for an ``owner`` outside the group.
+    """
+    op_log.record("at_rank")
+    owner = _rank_in_group("at_rank", owner, group)
+    return torch.full((1,), members(group).rank == owner, dtype=torch.bool, device=like.device)
+
+
+@at_rank.register_fake
+def _(like: Tensor, owner: int, group: str) -> Tensor:
+    return like.new_empty((1,), dtype=torch.bool)
 
 
 # --- one rank's value ---------------------------------------------------------------------------------------

@@ -666,6 +666,11 @@ def same_everywhere(track: Tracking, node: fx.Node) -> None:
     track.out(node, track.dims(operand(node, 0)))
 
 
+@rule(zeco.at_rank.default)
+def flag(track: Tracking, node: fx.Node) -> None:
+    track.out(node, ((),))
+
+
 @rule(zeco.gather_sequence.default)
 def gathered(track: Tracking, node: fx.Node) -> None:
     dims = list(track.dims(operand(node, 0)))
@@ -687,6 +692,15 @@ def attention_output(track: Tracking, node: fx.Node) -> None:
     shared = track.broadcast([q[:3], k[:3], v[:3], g[:3]])
     track.unified(node, q[3], k[3])
     track.out(node, (*shared, v[3]))
+
+
+@rule(zeco.combine.default)
+def attention_corrected(track: Tracking, node: fx.Node) -> None:
+    o, q = track.dims(operand(node, 0)), track.dims(operand(node, 1))
+    state = track.dims(operand(node, 3))
+    for own, other in zip(state, (o[0], o[2], q[3], o[3]), strict=True):
+        track.unified(node, own, other)
+    track.out(node, o)
 
 
 @rule(zeco.rank_state.default)

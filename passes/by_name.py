@@ -33,9 +33,10 @@ def wire_by_name(analysis: Analysis, wiring: Wiring, first_number: int) -> list[
         if node.target not in (packet, packet.default) or settled(node):
             continue
         given = dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
-        along = {_time_axis(analysis, node, given[name]) for name in ("q", "k", "v")}
-        if along == {"whole on every rank"}:
-            settle(node)  # attention over another axis than the sequence
+        axes = [_time_axis(analysis, node, given[name]) for name in ("q", "k", "v")]
+        along = {axis for axis in axes if axis != "unused"}
+        if along <= {"whole on every rank"}:
+            settle(node)  # attention over another axis than the sequence, or nobody wants to know
             continue
         if along != {"sequence"}:
             raise UnsupportedOp(
@@ -52,9 +53,12 @@ def wire_by_name(analysis: Analysis, wiring: Wiring, first_number: int) -> list[
 
 
 def _time_axis(analysis: Analysis, node: fx.Node, operand: fx.Node) -> str:
-    """What dimension 1 of q, k or v is: "sequence", "whole on every rank", or "rows of it" (some, or folded with
-    another axis)."""
-    (value, *_) = analysis.shadow.tensors_read(node, operand)
+    """What dimension 1 of q, k or v is: "sequence", "whole on every rank", "rows of it" (some, or folded with another
+    axis), or "unused" (q, where only the final state is asked for)."""
+    values = analysis.shadow.tensors_read(node, operand)
+    if not values:
+        return "unused"
+    value = values[0]
     dims = analysis.track.sequence_dims(value)
     if 1 not in dims:
         return "whole on every rank"
@@ -62,14 +66,32 @@ def _time_axis(analysis: Analysis, node: fx.Node, operand: fx.Node) -> str:
     return "sequence" if whole else "rows of it"
 
 
+def _refuse_slices_of_a_state(analysis: Analysis, node: fx.Node, initial_state: object) -> None:
+    if not isinstance(initial_state, fx.Node):
+        return
+    for value in analysis.shadow.tensors_read(node, initial_state):
+        if analysis.track.sequence_dims(value):
+            raise UnsupportedOp(
+                "zeco_compile.gated_linear_attention",
+                location=user_location(node),
+                why="its initial state runs along the sequence, in dimension "
+                f"{analysis.track.sequence_dims(value)[0]}; a state belongs to no position.",
+                hints=[
+                    "if it comes from an input that every rank holds whole, call "
+                    "zeco_compile.mark_sequence(tensor, None) on that"
+                ],
+                node=str(initial_state),
+            )
+
+
 def _report(analysis: Analysis, node: fx.Node, given: dict[str, object], number: int) -> Region:
     roles: dict[str, Role] = {}
     for name in ("q", "k", "v", "g", "initial_state"):
         operand = given.get(name)
         if isinstance(operand, fx.Node):
-            (value, *_) = analysis.shadow.tensors_read(node, operand)
-            sizes = ", ".join(str(s) for s in value.meta["val"].shape)
-            roles[name] = Role(str(operand), f"[{sizes}]", "", user_location(operand))
+            values = analysis.shadow.tensors_read(node, operand)
+            shape = f"[{', '.join(str(s) for s in values[0].meta['val'].shape)}]" if values else ""
+            roles[name] = Role(str(operand), shape, "" if values else "unused", user_location(operand))
     g = given.get("g")
     family = "none"
     if isinstance(g, fx.Node):

@@ -79,12 +79,13 @@ def globalise_length(analysis: Analysis, world_size: int, decisions: list[Decisi
     changed = 0
     made: dict[fx.Node, fx.Node] = {}
     for user_node in list(analysis.gm.graph.nodes):
-        if settled(user_node) or user_node.op not in ("call_function", "call_method"):
+        if settled(user_node) or user_node.op not in ("call_function", "call_method", "output"):
             continue
         numbers = [n for n in user_node.all_input_nodes if depends_on(n, symbols)]
         if not numbers or _is_number(user_node):
             continue
-        uses = _uses(analysis, user_node, symbols)
+        # a number that the model returns is a value
+        uses = {"value"} if user_node.op == "output" else _uses(analysis, user_node, symbols)
         if not uses or uses <= _SIZES:
             continue
         if not uses <= _VALUES:

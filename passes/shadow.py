@@ -114,8 +114,13 @@ def _attention_by_its_parts(
     """Shapes and axes of the operator; its exchange between ranks is none of the analysis' business."""
     if g is not None and g.dim() == 1:
         g = g.expand(q.shape[0], q.shape[1], q.shape[2])
-    o = torch.ops.zeco.diagonal(q, k, v, g, scale).to(q.dtype)
+    o = torch.ops.zeco.diagonal(q, k, v, g, scale)
+    if initial_state is not None:  # of no consequence for the axes, but what is not read is not kept
+        o = torch.ops.zeco.combine(o, q, g, initial_state, scale)
+    o = o.to(q.dtype)
     state = torch.ops.zeco.rank_state(k, v, g)[0] if output_final_state else q.new_empty((0,))
+    if output_final_state and initial_state is not None:
+        state = state + initial_state.to(state.dtype)
     return o, state
 
 

@@ -556,8 +556,8 @@ def _shifted(user_node: fx.Node, edge: int, dim: int, count: int, holder: fx.Nod
         start = 0 if edge == 0 else -count
         end = count if edge == 0 else 2**63 - 1
         neighbour = emit.call(aten.slice.Tensor, rows, dim, start, end)
-        at_the_end = ranks.rank == (0 if edge == 0 else ranks.world_size - 1)
-        mine = emit.call(aten.new_full.default, neighbour, [1], at_the_end, dtype=torch.bool)
+        end_of_sequence = 0 if edge == 0 else ranks.world_size - 1
+        mine = emit.call(zeco.at_rank.default, neighbour, end_of_sequence, ranks.group)
         chosen = emit.call(torch.where, mine, parts[edge], neighbour)
         joined = [chosen, parts[1]] if edge == 0 else [parts[0], chosen]
         new = emit.call(torch.cat, joined, dim)
