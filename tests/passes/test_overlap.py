@@ -398,6 +398,15 @@ def _pinned(graph: fx.Graph) -> dict[str, list[str]]:
     return found
 
 
+class _Unpinned(fx.Interpreter):
+    """Runs what pinned nodes wrap, which torch 2.11 cannot do outside Inductor."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if str(target) == "control_deps":
+            return args[1](*args[2:])
+        return super().call_function(target, args, kwargs)
+
+
 def test_pins_of_a_layer():
     gm = _trace(_layer, *_inputs())
     OverlapPass(overlap=True, identity="")(gm.graph)
@@ -442,9 +451,8 @@ def test_pinned_graph_computes_the_same(one_rank):
     torch.manual_seed(0)
     expected = gm(*(each.clone() for each in inputs))
     OverlapPass(overlap=True, identity="")(gm.graph)
-    gm.recompile()
     torch.manual_seed(0)
-    for got, want in zip(gm(*(each.clone() for each in inputs)), expected, strict=True):
+    for got, want in zip(_Unpinned(gm).run(*(each.clone() for each in inputs)), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
