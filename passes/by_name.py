@@ -35,7 +35,7 @@ def wire_by_name(analysis: Analysis, wiring: Wiring, first_number: int) -> list[
         given = dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
         axes = [_time_axis(analysis, node, given[name]) for name in ("q", "k", "v")]
         along = {axis for axis in axes if axis != "unused"}
-        if along <= {"whole on every rank"}:
+        if along <= {"whole on every rank"} or not analysis.shadow.tensors_made(node):
             settle(node)  # attention over another axis than the sequence, or nobody wants to know
             continue
         if along != {"sequence"}:
@@ -110,8 +110,8 @@ def _report(analysis: Analysis, node: fx.Node, given: dict[str, object], number:
 
 def _sizes(analysis: Analysis, node: fx.Node, given: dict[str, object]) -> dict[str, int]:
     at = Sizes(analysis, analysis.real_length)
-    q, v = (analysis.shadow.tensors_read(node, given[name])[0] for name in ("q", "v"))  # type: ignore[arg-type]
-    (batch, _, heads, key), value = at.shape(q), at.shape(v)[3]
+    k, v = (analysis.shadow.tensors_read(node, given[name])[0] for name in ("k", "v"))  # type: ignore[arg-type]
+    (batch, _, heads, key), value = at.shape(k), at.shape(v)[3]
     g = given.get("g")
     per_channel = isinstance(g, fx.Node) and analysis.shadow.tensors_read(node, g)[0].meta["val"].dim() == 4
     dtype = v.meta["val"].dtype

@@ -131,6 +131,7 @@ def installed() -> None:
 
 def compiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """One graph, traced and run by another backend than ours: the replacements hold for all."""
+    torch._dynamo.reset()  # a test compiles one line for many functions
     return torch.compile(function, backend="aot_eager", fullgraph=True)(*args, **kwargs)
 
 
@@ -281,7 +282,8 @@ def test_attention_equals_the_recurrence(call: str, dtype: torch.dtype) -> None:
     if dtype == torch.float64:
         cotangents = [torch.randn_like(each) for each in wanted]
         got, expected = (
-            torch.autograd.grad(values, x.leaves(), cotangents, allow_unused=True) for values in (outputs, wanted)
+            torch.autograd.grad(values, x.leaves(), cotangents, allow_unused=True)
+            for values in (outputs, wanted)
         )
         for leaf, one, other in zip(x.leaves(), got, expected, strict=True):
             one, other = (torch.zeros_like(leaf) if each is None else each for each in (one, other))
@@ -311,10 +313,19 @@ def test_normalised_linear_attention(given: str, asked: bool) -> None:
 # ----- two ranks
 
 
+class Projected:
+    """What `Inputs` has, computed by a model."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> None:
+        self.q, self.k, self.v, self.g, self.g_head, self.state = q, k, v, g, g[..., 0], state
+
+
 class Calls(nn.Module):
     """Projections, then the library's function where it is compiled, and the recurrence where it is not."""
 
-    def __init__(self, name: str, how: Callable[[Any, Any], Any], what: Callable[[Any], Any], heads: int = 3) -> None:
+    def __init__(
+        self, name: str, how: Callable[[Any, Any], Any], what: Callable[[Any], Any], heads: int = 3
+    ) -> None:
         super().__init__()
         self.library, self.how, self.what = library(name), how, what
         self.inner = nn.Linear(6, heads * (4 + 4 + 5 + 4))
@@ -323,10 +334,7 @@ class Calls(nn.Module):
     def forward(self, x: Tensor, state: Tensor) -> Any:
         parts = self.inner(x).unflatten(-1, (self.heads, -1)).split([4, 4, 5, 4], -1)
         rates = torch.tensor([0.02, 0.1, 0.4], dtype=x.dtype).repeat(self.heads)[: self.heads, None]
-        named = types.SimpleNamespace(
-            q=parts[0], k=parts[1].abs(), v=parts[2], g=-rates * parts[3].sigmoid(), state=state
-        )
-        named.g_head = named.g[..., 0]
+        named = Projected(parts[0], parts[1].abs(), parts[2], -rates * parts[3].sigmoid(), state)
         if torch.compiler.is_compiling():
             return self.how(self.library, named)
         gate, initial, *layout = self.what(named)
@@ -354,7 +362,9 @@ def two_inputs(tokens: int, heads: int = 3) -> Callable[[], tuple[Tensor, Tensor
     ],
 )
 def test_the_state_travels(call: str) -> None:
-    found = assert_equivalent(lambda: Calls(*CALLS[call]), two_inputs(22), world_size=2, output_dims=(1, None))
+    found = assert_equivalent(
+        lambda: Calls(*CALLS[call]), two_inputs(22), world_size=2, output_dims=(1, None)
+    )
     (region,) = found.regions
     assert region["how"] == "by name"
 
@@ -435,13 +445,33 @@ def test_layers_on_two_ranks() -> None:
 # ----- what is refused
 
 REFUSED: dict[str, tuple[str, Callable[[Any, Inputs], Any], str]] = {
-    "packed": (GLA + "chunk_gla", lambda f, x: f(x.q, x.k, x.v, x.g, cu_seqlens=torch.tensor([0, 4, 10])), "packed"),
+    "packed": (
+        GLA + "chunk_gla",
+        lambda f, x: f(x.q, x.k, x.v, x.g, cu_seqlens=torch.tensor([0, 4, 10])),
+        "packed",
+    ),
     "reverse": (GLA + "fused_recurrent_gla", lambda f, x: f(x.q, x.k, x.v, x.g, reverse=True), "`reverse`"),
     "gate of values": (GLA + "fused_recurrent_gla", lambda f, x: f(x.q, x.k, x.v, x.g, x.v), "`gv`"),
-    "unknown": (GLA + "fused_recurrent_gla", lambda f, x: f(x.q, x.k, x.v, x.g, beta=0.1), "`beta` is not known"),
-    "no such parameter": (GLA + "chunk_gla", lambda f, x: f(x.q, x.k, x.v, x.g, beta=None), "none of its parameters"),
-    "too many": (GLA + "chunk_gla", lambda f, x: f(x.q, x.k, x.v, x.g, *[None] * 7), "11 positional arguments"),
-    "head first": (SIMPLE + "chunk_simple_gla", lambda f, x: f(x.q, x.k, x.v, head_first=True), "`head_first`"),
+    "unknown": (
+        GLA + "fused_recurrent_gla",
+        lambda f, x: f(x.q, x.k, x.v, x.g, beta=0.1),
+        "`beta` is not known",
+    ),
+    "no such parameter": (
+        GLA + "chunk_gla",
+        lambda f, x: f(x.q, x.k, x.v, x.g, beta=None),
+        "none of its parameters",
+    ),
+    "too many": (
+        GLA + "chunk_gla",
+        lambda f, x: f(x.q, x.k, x.v, x.g, *[None] * 7),
+        "11 positional arguments",
+    ),
+    "head first": (
+        SIMPLE + "chunk_simple_gla",
+        lambda f, x: f(x.q, x.k, x.v, head_first=True),
+        "`head_first`",
+    ),
     "two gates": (
         SIMPLE + "chunk_simple_gla",
         lambda f, x: f(x.q, x.k, x.v, x.g_head, torch.zeros(3)),
@@ -452,7 +482,11 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Inputs], Any], str]] = {
         lambda f, x: f(x.q, x.k, x.v, x.g, state_v_first=True, transpose_state_layout=True),
         "both given",
     ),
-    "scores": (RETENTION + "parallel_retention", lambda f, x: f(x.q, x.k, x.v, output_attentions=True), "scores"),
+    "scores": (
+        RETENTION + "parallel_retention",
+        lambda f, x: f(x.q, x.k, x.v, output_attentions=True),
+        "scores",
+    ),
     "a pair without normaliser": (
         LINEAR + "chunk_linear_attn",
         lambda f, x: f(x.q, x.k, x.v, initial_state=(x.state, x.keys), normalize=False),
@@ -526,7 +560,9 @@ def test_other_backends_leave_what_is_refused_to_the_library() -> None:
     module = module_of("fla.ops.gla", SIGNATURES["fla.ops.gla"])
     reached = []
 
-    def fused_recurrent_gla(q: Any, k: Any, v: Any, gk: Any = None, reverse: bool = False, **kwargs: Any) -> Any:
+    def fused_recurrent_gla(
+        q: Any, k: Any, v: Any, gk: Any = None, reverse: bool = False, **kwargs: Any
+    ) -> Any:
         reached.append((reverse, kwargs))
         return q + 1, None
 
@@ -579,7 +615,9 @@ def test_every_function_object_is_registered_once() -> None:
 def test_a_replacement_that_somebody_else_has_registered_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     module = module_of("fla.ops.gla", SIGNATURES["fla.ops.gla"])
     function = module.chunk_gla  # type: ignore[attr-defined]
-    torch.compiler.substitute_in_graph(function, skip_signature_check=True)(lambda q, *args, **kwargs: (q * 2, None))
+    torch.compiler.substitute_in_graph(function, skip_signature_check=True)(
+        lambda q, *args, **kwargs: (q * 2, None)
+    )
     with Replaced("fla.ops.gla", module):
         assert substitutes.register() == [GLA + "fused_recurrent_gla"]
         x = torch.ones(1, 2, 1, 3)
@@ -684,9 +722,13 @@ def test_norms(added: bool, affine: bool, dtype: torch.dtype) -> None:
     ):
         function = library(name)
         if "g" in options:
-            y, passed_on = compiled(lambda f, o: f(x, weight=weight, bias=bias, **o, **after), function, options)
+            y, passed_on = compiled(
+                lambda f, o: f(x, weight=weight, bias=bias, **o, **after), function, options
+            )
         else:
-            y, passed_on = compiled(lambda f, a, o: f(x, weight, bias, *a, **o, **after), function, arguments, options)
+            y, passed_on = compiled(
+                lambda f, a, o: f(x, weight, bias, *a, **o, **after), function, arguments, options
+            )
         tolerance = 1e-10 if dtype == torch.float64 else 2e-2
         assert y.dtype == dtype, name
         torch.testing.assert_close(y.double(), want, rtol=tolerance, atol=tolerance)
@@ -749,7 +791,13 @@ def test_the_stand_in_has_the_signatures_of_the_library(module: str) -> None:
     "options",
     [
         {},
-        {"mode": "fused_recurrent", "num_heads": 4, "num_kv_heads": 2, "use_short_conv": True, "conv_bias": True},
+        {
+            "mode": "fused_recurrent",
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "use_short_conv": True,
+            "conv_bias": True,
+        },
         {"fuse_norm": False, "expand_k": 1.0, "clamp_min": -0.2},
     ],
     ids=["default", "short convolution and shared heads", "unfused norm"],
