@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -270,7 +271,8 @@ def _dumps_by_value(function: Callable[..., Any], args: tuple[Any, ...]) -> byte
 @contextmanager
 def _by_value(objects: Sequence[Any]) -> Iterator[None]:
     """Sends the modules that the callables come from along: a rank cannot import a test file by its name."""
-    modules = {inspect.getmodule(inspect.unwrap(each)) for each in objects if callable(each)}
+    fields = [field for each in objects if is_dataclass(each) for field in vars(each).values()]
+    modules = {inspect.getmodule(inspect.unwrap(each)) for each in [*objects, *fields] if callable(each)}
     registered = []
     for module in modules:
         if module is None or module.__name__ == "__main__" or not getattr(module, "__file__", None):

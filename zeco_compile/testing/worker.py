@@ -121,6 +121,12 @@ def _serve(rank: int, pipe: Connection) -> None:
         outcome = function = args = None  # type: ignore[assignment]  # a model must not outlive its job
 
 
+def _meet_others(store: dist.TCPStore, place: argparse.Namespace) -> None:
+    """Starting takes long on a busy machine, longer than the timeout of a group may be."""
+    store.set(f"started/{place.rank}", "")
+    store.wait([f"started/{rank}" for rank in range(place.world_size)], timedelta(minutes=3))
+
+
 def main() -> None:
     """Runs until the pipe closes; the arguments are the pool's business."""
     parser = argparse.ArgumentParser()
@@ -139,6 +145,7 @@ def main() -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=place.group_timeout)
     store = dist.TCPStore("127.0.0.1", place.port, is_master=False, timeout=timeout)
+    _meet_others(store, place)
     dist.init_process_group(
         "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
     )
