@@ -7,7 +7,12 @@ import sys
 
 import torch
 
-from zeco_compile.torch_private import compile_with_inductor, compile_without_codegen, configured_post_pass
+from zeco_compile.torch_private import (
+    compile_with_inductor,
+    compile_without_codegen,
+    configured_post_pass,
+    current_compilation,
+)
 
 
 def test_trace_artifact_reaches_the_trace_that_tlparse_reads(tmp_path):
@@ -94,3 +99,51 @@ def test_graphs_run_as_they_are_after_the_pass():
     torch._dynamo.reset()
     assert len(seen) == 3
     torch.testing.assert_close(grad, -x.sin().sin() * x.cos())
+
+
+def test_on_compile_start_is_called_before_a_trace_and_survives_a_reset():
+    script = (
+        "import torch\n"
+        "from zeco_compile.torch_private import on_compile_start\n"
+        "def other(args): raise AssertionError('forgotten by the reset')\n"
+        "def traced(x):\n"
+        "    traces.append(list(calls))\n"
+        "    return x + 1\n"
+        "calls, traces = [], []\n"
+        "on_compile_start(lambda: calls.append(1))\n"
+        "compiled = torch.compile(traced, backend='eager')\n"
+        "compiled(torch.ones(2))\n"
+        "assert calls == [1], calls\n"
+        "torch._dynamo.callback.callback_handler.register_start_callback(other)\n"
+        "for _ in range(2):\n"
+        "    torch._dynamo.reset()\n"
+        "    compiled(torch.ones(2))\n"
+        "assert calls == [1, 1, 1], calls\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=300)
+
+
+def test_current_compilation_knows_the_backend_its_options_and_the_users_stack():
+    seen = []
+
+    @torch.compiler.assume_constant_result
+    def look():
+        seen.append(current_compilation())
+
+    def user_code(x):
+        look()
+        return x + 1
+
+    def backend(gm, inputs, options=None):
+        return gm.forward
+
+    for options, fullgraph in ((None, True), ({"seq_dim": 2}, False)):
+        torch._dynamo.reset()
+        torch.compile(user_code, backend=backend, options=options, fullgraph=fullgraph)(torch.ones(2))
+        compilation = seen.pop()
+        assert compilation.backend is backend
+        assert compilation.options == options
+        assert compilation.fullgraph is fullgraph
+        assert "in user_code\n    look()" in compilation.user_stack
+    assert current_compilation() is None  # where Dynamo traces nothing
