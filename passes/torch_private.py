@@ -254,7 +254,7 @@ def _knows_inference(given: Any) -> bool:
     return _InferenceAware is not CustomGraphPass and isinstance(given, _InferenceAware)
 
 
-class _InferenceAwarePasses(_Passes, _InferenceAware):  # type: ignore[misc]
+class _InferenceAwarePasses(_Passes, _InferenceAware):
     def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
         for each in self.passes:
             if _knows_inference(each):

@@ -50,8 +50,10 @@ def compile_with_inductor(
     # Inductor takes seconds to import
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=dict(config_patches))
-    return compiled
+    # callable but for ahead-of-time packages, which are not asked for here
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(config_patches))
+    result: Callable[..., Any] = compiled
+    return result
 
 
 def compile_without_codegen(
@@ -126,4 +128,6 @@ def current_compilation() -> Compilation | None:
     backend = getattr(wrapper, "compiler_fn", wrapper)
     options = getattr(wrapper, "kwargs", {}).get("options")
     fullgraph = bool(tracer.one_graph or getattr(tracer, "error_on_graph_break", False))
-    return Compilation(backend, options, fullgraph, "".join(traceback.format_list(TracingContext.extract_stack())))
+    return Compilation(
+        backend, options, fullgraph, "".join(traceback.format_list(TracingContext.extract_stack()))
+    )

@@ -45,17 +45,23 @@ def _two_layers_on_a_rank(case: dict[str, Any]) -> dict[str, Any]:
 
     def model(x, w):
         for layer in range(2):
-            q, k, v, g, gate = (x @ w[layer, part] for part in range(5))
-            if case.get("halo"):
-                q, k, v = (
-                    zeco.halo(each.flatten(2), 1, 2, 0, 0.0, group)[:, 2:].view(each.shape).sin()
-                    for each in (q, k, v)
-                )
-            o, _ = zeco.gated_linear_attention(
-                q.sin(), k.sin(), v, -0.1 * g.sigmoid(), 0.5, None, False, "all_scan", 2, group
-            )
-            x = x + (o * gate.sigmoid()).sin() @ w[layer, 5]
+            if case.get("checkpoint"):
+                x = torch.utils.checkpoint.checkpoint(one_layer, x, w[layer], use_reentrant=False)
+            else:
+                x = one_layer(x, w[layer])
         return x
+
+    def one_layer(x, w):
+        q, k, v, g, gate = (x @ w[part] for part in range(5))
+        if case.get("halo"):
+            q, k, v = (
+                zeco.halo(each.flatten(2), 1, 2, 0, 0.0, group)[:, 2:].view(each.shape).sin()
+                for each in (q, k, v)
+            )
+        o, _ = zeco.gated_linear_attention(
+            q.sin(), k.sin(), v, -0.1 * g.sigmoid(), 0.5, None, False, "all_scan", 2, group
+        )
+        return x + (o * gate.sigmoid()).sin() @ w[5]
 
     def draw(*shape: int, seed: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -145,6 +151,21 @@ def test_inference_runs_in_order_and_every_halo_before_the_start(codegen):
         assert result["forward"].count("halo") == 6
         for layer in (result["forward"][:8], result["forward"][8:]):
             assert "halo" not in layer[layer.index("scan_start") :]
+
+
+@pytest.mark.parametrize("codegen", CODEGENS)
+def test_recomputed_activations_scan_again_layer_by_layer(codegen):
+    for result in _run(codegen=codegen, checkpoint=True):
+        assert max(result["differences"]) < 1e-12
+        assert result["forward"] == FORWARD * 2
+        ran = [name for name in result["backward"] if name.startswith("scan_start")]
+        assert ran == ["scan_start", "scan_start reverse"] * 2
+        flying = 0
+        for name in result["backward"]:
+            flying += name.startswith("scan_start") - (name == "scan_wait")
+            assert 0 <= flying <= 2
+        backward = [name for name in result["backward"] if name in BACKWARD[2:] and name != "scan_wait"]
+        assert backward == ["diagonal_backward", "combine_backward"] * 2
 
 
 @pytest.mark.parametrize("codegen", CODEGENS)
