@@ -131,7 +131,9 @@ def _slices(node: fx.Node) -> Iterator[tuple[fx.Node, int, tuple[Any, Any]]]:
         if not isinstance(source, fx.Node) or not isinstance(source.meta.get("example_value"), torch.Tensor):
             return
         if node.target is not operator.getitem:
-            given = dict(zip(("dim", "start", "length"), rest, strict=False)) | dict(node.kwargs)
+            given: dict[str, Any] = dict(zip(("dim", "start", "length"), rest, strict=False)) | dict(
+                node.kwargs
+            )
             yield (
                 source,
                 int(given["dim"]) % source.meta["example_value"].dim(),

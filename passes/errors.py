@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from zeco_compile.kernels.errors import ZecoError
-from zeco_compile.passes.locations import UNKNOWN, Location
+from zeco_compile.passes.locations import UNKNOWN, Location, innermost_user_frame
 from zeco_compile.passes.torch_private import LoudBackendError, is_dynamo_restart
 
 
@@ -80,6 +80,23 @@ class UnsupportedOp(CompileError):
                 "(correct, but costs the memory and communication of the full length)",
             ],
             context=context,
+        )
+
+
+class UnsupportedArgument(CompileError):
+    """A library function is called with an argument that its replacement cannot honour."""
+
+    def __init__(self, function: str, why: str, *, stack: str | None = None) -> None:
+        self.function = function
+        super().__init__(
+            f"this call of `{function}` cannot be compiled for a sequence that the ranks share.",
+            location=innermost_user_frame(stack),
+            why=why,
+            hints=[
+                "leave the argument out, or give it the value that it has by default",
+                "or compile what is before and after this call, and make the call on the whole sequence "
+                "(zeco_compile.gather_sequence, shard_sequence)",
+            ],
         )
 
 
@@ -173,6 +190,31 @@ class RecognitionRefused(CompileError):
                 "run zeco_compile.explain(model, ...) to see what else was recognised",
             ],
             context=context,
+        )
+
+
+class RecompilationLimit(CompileError):
+    """Dynamo is about to stop compiling this function and to run it in eager, on a slice of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this function has been compiled as often as torch._dynamo.config.recompile_limit allows; from the next "
+            "time on Dynamo would run it in eager, where nothing is exchanged between the ranks.",
+            hints=[
+                "find out what changes from call to call: TORCH_LOGS=recompiles",
+                "raise torch._dynamo.config.recompile_limit, or use fullgraph=True",
+            ],
+        )
+
+
+class MaskChanged(CompileError):
+    """A buffer that was a causal mask when the model was compiled is none any more."""
+
+    def __init__(self, buffer: str) -> None:
+        self.buffer = buffer
+        super().__init__(
+            f"the buffer `{buffer}` was a causal mask when the model was compiled, and has changed.",
+            hints=["call torch.compiler.reset() and compile the model again"],
         )
 
 

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
 import zeco_compile.lowering  # noqa: F401  (importing it registers the ops)
 
 
+@overload
+def gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def gated_linear_attention(
     q: Tensor,
     k: Tensor,

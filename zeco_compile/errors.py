@@ -20,6 +20,7 @@ from zeco_compile.lowering.errors import (
     InvalidSchedule,
     NeighbourLost,
     RanksDisagree,
+    SecondDerivative,
     TransferNotFound,
     UnequalShards,
 )
@@ -31,10 +32,14 @@ from zeco_compile.passes.errors import (
     GraphBreak,
     InternalError,
     LengthInValue,
+    MaskChanged,
     RecognitionRefused,
+    RecompilationLimit,
     SequenceInputError,
+    UnsupportedArgument,
     UnsupportedOp,
 )
+from zeco_compile.passes.overlap import OrderLost
 
 __all__ = [
     "AmbiguousSequence",
@@ -51,13 +56,18 @@ __all__ = [
     "InvalidSchedule",
     "InvalidShapes",
     "LengthInValue",
+    "MaskChanged",
     "NeighbourLost",
+    "OrderLost",
     "RankMissing",
     "RanksDisagree",
     "RecognitionRefused",
+    "RecompilationLimit",
+    "SecondDerivative",
     "SequenceInputError",
     "TransferNotFound",
     "UnequalShards",
+    "UnsupportedArgument",
     "UnsupportedOp",
     "ZecoError",
 ]

@@ -12,26 +12,12 @@ from zeco_compile.lowering.agreement import check_lengths
 from zeco_compile.marks import UNMARKED, mark_sequence, sequence_mark
 from zeco_compile.passes import torch_private
 from zeco_compile.passes.branches import Assumptions
-from zeco_compile.passes.errors import CompileError, GraphBreak, SequenceInputError
+from zeco_compile.passes.errors import GraphBreak, MaskChanged, RecompilationLimit, SequenceInputError
 from zeco_compile.passes.inputs import GraphInput, graph_inputs
 from zeco_compile.passes.locations import innermost_user_frame
 from zeco_compile.passes.masks import CausalMask
 from zeco_compile.rewrite import Rewritten
 from zeco_compile.settings import Settings
-
-
-class RecompilationLimit(CompileError):
-    """Dynamo is about to stop compiling this function and to run it in eager, on a slice of the sequence."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "this function has been compiled as often as torch._dynamo.config.recompile_limit allows; from the next "
-            "time on Dynamo would run it in eager, where nothing is exchanged between the ranks.",
-            hints=[
-                "find out what changes from call to call: TORCH_LOGS=recompiles",
-                "raise torch._dynamo.config.recompile_limit, or use fullgraph=True",
-            ],
-        )
 
 
 def refuse_graph_break(gm: fx.GraphModule, settings: Settings) -> None:
@@ -122,10 +108,6 @@ def refuse_unknown_intermediates(
             )
 
 
-class MaskChanged(CompileError):
-    """A buffer that was a causal mask when the model was compiled is none any more."""
-
-
 class _ReliedOn:
     """A mask, and the state of its tensor when its values were last looked at."""
 
@@ -140,10 +122,7 @@ class _ReliedOn:
         if state == self.seen:
             return
         if not self.mask.still_holds(value):
-            raise MaskChanged(
-                f"the buffer `{self.mask.name}` was a causal mask when the model was compiled, and has changed.",
-                hints=["call torch.compiler.reset() and compile the model again"],
-            )
+            raise MaskChanged(self.mask.name)
         self.seen = self._state(value)
 
     @staticmethod

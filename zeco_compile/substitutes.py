@@ -31,27 +31,9 @@ from typing import Any
 import torch
 
 from zeco_compile import fla_attention, fla_layers, torch_private
-from zeco_compile.passes.errors import CompileError
-from zeco_compile.passes.locations import innermost_user_frame
+from zeco_compile.passes.errors import UnsupportedArgument
 
 _log = logging.getLogger("zeco_compile.substitutes")
-
-
-class UnsupportedArgument(CompileError):
-    """A library function is called with an argument that its replacement cannot honour."""
-
-    def __init__(self, function: str, why: str, *, stack: str | None = None) -> None:
-        self.function = function
-        super().__init__(
-            f"this call of `{function}` cannot be compiled for a sequence that the ranks share.",
-            location=innermost_user_frame(stack),
-            why=why,
-            hints=[
-                "leave the argument out, or give it the value that it has by default",
-                "or compile what is before and after this call, and make the call on the whole sequence "
-                "(zeco_compile.gather_sequence, shard_sequence)",
-            ],
-        )
 
 
 @dataclass(frozen=True)
@@ -197,7 +179,7 @@ def _traceable(each: Substitute, library: types.FunctionType) -> types.FunctionT
             return left_to_the_library(*args, **kwargs)
         return meaning(**{name: given[name] for name in given if name in honoured})
 
-    return substitute
+    return substitute  # type: ignore[return-value]  # a plain function, as its type says
 
 
 def _is_default(value: Any, default: Any) -> bool:

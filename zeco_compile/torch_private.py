@@ -124,7 +124,8 @@ def current_compilation() -> Compilation | None:
         return None
     tracer = InstructionTranslator.current_tx()
     # Dynamo wraps a backend for debugging, torch.compile before that to bind the options
-    wrapper = inspect.unwrap(tracer.output.compiler_fn)
+    wrapper: Any = tracer.output.compiler_fn
+    wrapper = inspect.unwrap(wrapper)
     backend = getattr(wrapper, "compiler_fn", wrapper)
     options = getattr(wrapper, "kwargs", {}).get("options")
     fullgraph = bool(tracer.one_graph or getattr(tracer, "error_on_graph_break", False))

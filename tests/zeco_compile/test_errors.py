@@ -31,7 +31,10 @@ def test_every_error_class_is_exported(package):
         value.__name__
         for module in modules_of(package)
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, ZecoError) and value.__module__ == module.__name__
+        if isinstance(value, type)
+        and issubclass(value, ZecoError)
+        and value.__module__ == module.__name__
+        and not value.__name__.startswith("_")
     }
     missing = declared - set(zeco_compile.errors.__all__)
     assert not missing, f"import these in zeco_compile/errors.py and list them in its __all__: {missing}"
