@@ -123,7 +123,7 @@ def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int) -> 
     """The analysis of `gm` without states; None if no input runs along the sequence."""
     inputs = graph_inputs(gm, example_inputs, seq_dim)
     _, fakes = torch_private.fake_inputs(gm, example_inputs)
-    length = local_length(inputs, fakes)
+    length = local_length(inputs, fakes, example_inputs)
     if length is None:
         return None
     shadow = build_shadow(gm, example_inputs)

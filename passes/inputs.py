@@ -61,10 +61,12 @@ def _marked(value: torch.Tensor, name: str, default: int | None) -> int | None:
     return along % value.dim()
 
 
-def local_length(inputs: Sequence[GraphInput], fakes: Sequence[Any]) -> int | torch.SymInt | None:
+def local_length(
+    inputs: Sequence[GraphInput], fakes: Sequence[Any], values: Sequence[Any]
+) -> int | torch.SymInt | None:
     """The rows of this rank's slice, from the fake inputs; None if no input runs along the sequence.
 
-    Raises SequenceInputError where two inputs have different lengths.
+    `values` are the real inputs, for the message. Raises SequenceInputError where two inputs have different lengths.
     """
     first: GraphInput | None = None
     for each in inputs:
@@ -74,10 +76,11 @@ def local_length(inputs: Sequence[GraphInput], fakes: Sequence[Any]) -> int | to
         if first is None:
             first, length = each, size
         elif size != length:  # for symbols this is a guard: they are one from here on
+            shape, rows = values[each.index].shape, values[first.index].shape[first.along]
             raise SequenceInputError(
                 each.name,
-                tuple(fakes[each.index].shape),
-                f"dimension {each.along} has {size} rows, but the sequence dimension of `{first.name}` "
-                f"(dimension {first.along}) has {length}. Inputs along the sequence are sliced alike.",
+                tuple(shape),
+                f"dimension {each.along} has {shape[each.along]} rows, but the sequence dimension of `{first.name}` "
+                f"(dimension {first.along}) has {rows}. Inputs along the sequence are sliced alike.",
             )
     return None if first is None else length

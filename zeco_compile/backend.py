@@ -63,10 +63,11 @@ def zeco(
         with dump.compiling(report, gm):
             dump.graph("user_graph", gm)
             ranks = rewrite.ranks_of(settings)
+            operations = rewrite.operations(gm)
             rewritten = rewrite.rewrite(gm, example_inputs, settings, ranks, report, dump)
             lengths = guards.lengths(inputs, example_inputs)
             assumed.refuse_broken(max(lengths, default=0) * settings.world_size)
-            check_agreement(settings.group, f"graph {number}", rewrite.decided(report), lengths)
+            check_agreement(settings.group, f"graph {number}", rewrite.decided(report, operations), lengths)
             compiled = generate(gm, example_inputs, settings)
         keep(report)
         return guards.checked(compiled, inputs, rewritten, assumed, example_inputs, settings, number)

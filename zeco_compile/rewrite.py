@@ -23,7 +23,7 @@ from zeco_compile.passes import by_name, gather, length, recognize, shard, verif
 from zeco_compile.passes.analysis import Analysis, analyse
 from zeco_compile.passes.branches import refuse_constant_slices
 from zeco_compile.passes.masks import CausalMask
-from zeco_compile.passes.report import Communication, PassRecord, Report
+from zeco_compile.passes.report import Communication, PassRecord, Report, op_name
 from zeco_compile.passes.roles import NotLinearAttention
 from zeco_compile.passes.sharding_rules import Ranks
 from zeco_compile.settings import Settings
@@ -140,9 +140,16 @@ def _scans(work: _Rewriting) -> list[Communication]:
     return out
 
 
-def decided(report: Report) -> dict[str, Any]:
-    """What all ranks must have decided alike."""
+def operations(gm: fx.GraphModule) -> list[str]:
+    """What the user's graph computes with, in order; a callable without a name without its address."""
+    calls = (node for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
+    return [op_name(node).partition(" at 0x")[0] for node in calls]
+
+
+def decided(report: Report, operations: list[str]) -> dict[str, Any]:
+    """What all ranks must have been given (`operations`) and decided alike."""
     return {
+        "operations": operations,
         "regions": [[r.name, r.family, r.how, str(r.location), r.scale] for r in report.regions],
         "decisions": [[d.node, d.op, d.decision, str(d.location)] for d in report.decisions],
         "inputs": dict(report.seq_inputs),
