@@ -1,5 +1,7 @@
 """Every piece of private PyTorch API that the passes use still is where it was and does what it did."""
 
+import math
+
 import pytest
 import torch
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, UncapturedHigherOrderOpError
@@ -58,3 +60,193 @@ def test_guards_and_symbols_of_a_symbolic_size():
     assert bool(condition.subs(dict.fromkeys(symbols, 5)))
     assert "if x.shape[1] > 8" in source
     assert torch_private.symbols_of_size(5) == set()
+
+
+@pytest.fixture
+def traced():
+    """Compiles a function with a backend that looks at its graph and runs it as it is; what it saw, per graph."""
+
+    def run(function, *args, look, **options):
+        seen = []
+
+        def backend(gm, example_inputs):
+            seen.append(look(gm, example_inputs))
+            return gm.forward
+
+        torch._dynamo.reset()
+        torch.compile(function, backend=backend, **options)(*args)
+        torch._dynamo.reset()
+        return seen
+
+    return run
+
+
+def placeholders(gm):
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def test_fake_inputs_are_in_the_mode_of_the_trace_and_keep_shapes_and_symbols(traced):
+    def look(gm, example_inputs):
+        mode, fakes = torch_private.fake_inputs(gm, example_inputs)
+        context = torch._guards.TracingContext.get()
+        assert mode is context.fake_mode
+        tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
+        assert len(fakes) == len(placeholders(gm))
+        assert all(torch_private.FakeTensor is type(fake) and fake.fake_mode is mode for fake in tensors)
+        return [tuple(fake.shape) for fake in tensors]
+
+    x = torch.randn(2, 5)
+    torch._dynamo.maybe_mark_dynamic(x, 1)
+    ((shape,),) = traced(lambda x: x * x.shape[1], x, look=look)
+    assert shape[0] == 2
+    assert isinstance(shape[1], torch.SymInt), "the symbol of the length would be lost"
+    (shapes,) = traced(lambda x, y: x + y, torch.ones(3, 1), torch.ones(4), look=look)
+    assert shapes == [(3, 1), (4,)]
+
+
+def test_fake_inputs_outside_of_a_compilation_are_an_error():
+    with pytest.raises(RuntimeError, match=r"called by torch\.compile"):
+        torch_private.fake_inputs(torch.fx.symbolic_trace(lambda x: x.sin()), [torch.ones(1)])
+
+
+def test_trace_functional_gives_values_of_in_place_code_as_they_were_read():
+    """Two reads of a tensor that is written in between are two nodes; writes are gone from the graph."""
+    nodes = []
+
+    def function(x):
+        assert torch_private.tracing_graph() is not None
+        y = x * 2
+        nodes.append(torch_private.traced_node(y))
+        y.add_(1)
+        nodes.append(torch_private.traced_node(y))
+        nodes.append(torch_private.traced_node(7))
+        return (y, torch.nn.functional.linear(y, y))
+
+    with torch._subclasses.FakeTensorMode() as mode:
+        gm = torch_private.trace_functional(function, [mode.from_tensor(torch.randn(3, 3))])
+    ops = [node.target for node in gm.graph.nodes if node.op == "call_function"]
+    assert not [op for op in ops if op._schema.is_mutable], "in-place writes were not functionalised"
+    assert torch.ops.aten.linear.default not in ops, "composite ops were not taken apart"
+    first, second, number = nodes
+    assert first.target is torch.ops.aten.mul.Tensor
+    assert second.target is torch.ops.aten.add.Tensor
+    assert second.args[0] is first
+    assert number == 7
+    assert {first, second} <= set(gm.graph.nodes)
+
+
+def test_outside_of_a_trace_there_is_no_graph_and_values_are_themselves():
+    x = torch.ones(1)
+    assert torch_private.tracing_graph() is None
+    assert torch_private.traced_node(x) is x
+
+
+class Owner(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("mask", torch.ones(3))
+        self.plain = torch.ones(3)
+
+    def forward(self, x, nested):
+        return x * self.weight + self.mask + self.plain + nested["inner"][0] + closed_over
+
+
+closed_over = torch.ones(3)
+
+
+def test_sources_tell_arguments_from_what_a_module_or_the_globals_hold(traced):
+    def look(gm, example_inputs):
+        return {torch_private.source_name(p): torch_private.is_argument(p) for p in placeholders(gm)}
+
+    (found,) = traced(Owner(), torch.ones(3), {"inner": [torch.ones(3)]}, look=look)
+    arguments = {name for name, is_argument in found.items() if is_argument}
+    assert arguments == {"L['x']", "L['nested']['inner'][0]"}
+    owned = sorted(found.keys() - arguments)
+    assert len(owned) == 4
+    assert any("closed_over" in name for name in owned)
+    assert {"weight", "mask", "plain"} == {
+        part for part in ("weight", "mask", "plain") for name in owned if part in name
+    }
+
+
+def test_source_of_a_placeholder_that_dynamo_did_not_make_is_unknown():
+    (x,) = placeholders(torch.fx.symbolic_trace(lambda x: x.sin()))
+    assert torch_private.source_name(x) == ""
+    assert torch_private.is_argument(x)
+
+
+def test_a_backend_can_ask_for_a_symbolic_trace(traced):
+    """The first trace has a number for the length, the second, after the restart, a symbol."""
+
+    def look(gm, example_inputs):
+        (x,) = (value for value in example_inputs if isinstance(value, torch.Tensor))
+        if torch_private.mark_weakly_dynamic(x, 1):
+            calls.append("static")
+            torch_private.restart_trace("once more")
+        calls.append("symbolic")
+        assert not torch_private.mark_weakly_dynamic(x, 1), "asked twice, it would restart for ever"
+        return [node.meta["example_value"] for node in placeholders(gm)]
+
+    calls = []
+    ((*_, x),) = traced(lambda x: x / x.shape[1], torch.randn(2, 5), look=look)
+    assert calls == ["static", "symbolic"]
+    assert isinstance(x.shape[1], torch.SymInt)
+
+
+def test_a_restart_is_possible_behind_a_branch_that_a_symbol_goes_another_way():
+    """The second trace need not pass the places of the first, which Dynamo would take for a bug of its own."""
+    torch._dynamo.reset()
+
+    def backend(gm, example_inputs):
+        (x,) = (value for value in example_inputs if isinstance(value, torch.Tensor))
+        if torch_private.mark_weakly_dynamic(x, 1):
+            torch_private.restart_trace("once more")
+        return gm.forward
+
+    def function(x):
+        y = torch.arange(x.shape[1])
+        return x * (y + math.floor(math.sqrt(x.shape[1])))
+
+    x = torch.randn(2, 5)
+    torch.testing.assert_close(torch.compile(function, backend=backend)(x), function(x))
+    torch._dynamo.reset()
+
+
+def breaks(x):
+    y = x + 1
+    torch._dynamo.graph_break()  # here
+    return y * 2
+
+
+def test_graph_break_has_a_reason_and_a_stack_that_ends_in_the_users_line(traced):
+    found = traced(breaks, torch.ones(2), look=lambda gm, _: torch_private.graph_break(gm))
+    assert len(found) == 2, "the graph before the break and the one behind it"
+    reason, stack = found[0]
+    assert "graph_break" in reason
+    assert "# here" in stack
+    assert found[1] is None
+    assert traced(torch.sin, torch.ones(2), look=lambda gm, _: torch_private.graph_break(gm)) == [None]
+
+
+def test_a_graph_behind_a_break_is_known_as_one(traced):
+    found = traced(breaks, torch.ones(2), look=lambda gm, _: torch_private.is_behind_graph_break())
+    assert found == [False, True]
+
+
+def test_compilations_left_are_counted_down_to_the_limit():
+    """Zero at the last one: behind it Dynamo runs the frame in eager without a word."""
+    left = []
+
+    def backend(gm, example_inputs):
+        left.append(torch_private.compiles_left())
+        return gm.forward
+
+    torch._dynamo.reset()
+    assert torch_private.compiles_left() is None
+    with torch._dynamo.config.patch(recompile_limit=3):
+        compiled = torch.compile(lambda x, mood: x * len(mood), backend=backend)
+        for mood in ("x", "xx", "xxx", "xxxx", "xxxxx"):
+            compiled(torch.ones(2), mood)
+    torch._dynamo.reset()
+    assert left == [2, 1, 0]
