@@ -218,8 +218,10 @@ class Convolved(nn.Module):
 # Not (1, 1) with "cut": `y[..., :1]` may be the first row as well as all rows, and is refused.
 @pytest.mark.parametrize(
     ("width", "local_length", "padding"),
-    [(4, 1, "cut"), (4, 2, "cut"), (4, 3, "cut"), (1, 2, "cut"), (6, 2, "cut")]
-    + [(4, 1, "pad"), (4, 2, "pad"), (4, 3, "pad"), (1, 1, "pad"), (6, 2, "pad")],
+    [
+        *[(4, 1, "cut"), (4, 2, "cut"), (4, 3, "cut"), (1, 2, "cut"), (6, 2, "cut")],
+        *[(4, 1, "pad"), (4, 2, "pad"), (4, 3, "pad"), (1, 1, "pad"), (6, 2, "pad")],
+    ],
 )
 def test_case_8_convolution_wider_than_the_shard(width: int, local_length: int, padding: str) -> None:
     found = assert_equivalent(
