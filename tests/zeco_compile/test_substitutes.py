@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import zeco_compile
 from zeco_compile import substitutes
 from zeco_compile.kernels.recurrence import recurrent_gated_linear_attention
-from zeco_compile.substitutes import UnsupportedArgument
+from zeco_compile.passes.errors import UnsupportedArgument
 from zeco_compile.testing import assert_equivalent, assert_refused
 
 INSTALLED = importlib.util.find_spec("fla") is not None
