@@ -191,6 +191,39 @@ def _last_placeholder(graph: fx.Graph) -> fx.Node:
     return [n for n in graph.nodes if n.op == "placeholder"][-1]
 
 
+_ARITHMETIC = frozenset(
+    {
+        operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow,
+        operator.iadd, operator.isub, operator.imul, operator.itruediv,
+        torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.full_like, torch.clamp,
+        "add", "sub", "mul", "div", "pow", "clamp", "add_", "sub_", "mul_", "div_",
+    }
+)  # fmt: skip
+
+
+def refuse_fixed_lengths(analysis: Analysis) -> None:
+    """Raises LengthInValue where a tensor is computed with a length that the code has fixed to a constant after it
+    was read off a shape: the number is still there in the user's graph, but no longer a symbol."""
+    if not isinstance(analysis.length, int):
+        return
+    for user_node in analysis.gm.graph.nodes:
+        if settled(user_node) or user_node.target not in _ARITHMETIC or _is_number(user_node):
+            continue
+        for number in user_node.all_input_nodes:
+            value = number.meta.get("example_value")
+            if isinstance(value, torch.SymInt | torch.SymFloat) and _was_symbol(value):
+                raise LengthInValue(
+                    str(number),
+                    location=user_location(user_node),
+                    why="it was read off a shape, and other code has fixed that size to a constant.",
+                )
+
+
+def _was_symbol(value: torch.SymInt | torch.SymFloat) -> bool:
+    """A number made from a symbol that has a constant value by now."""
+    return not value.node.expr.free_symbols and bool(torch_private.first_expression(value).free_symbols)
+
+
 def refuse_constant_lengths(analysis: Analysis, reduced: Sequence[fx.Node]) -> None:
     """Raises LengthInValue for a constant that may be the slice's length, near a value of `reduced`.
 
@@ -213,14 +246,27 @@ def refuse_constant_lengths(analysis: Analysis, reduced: Sequence[fx.Node]) -> N
                 continue
             seen.add(user)
             for argument in (*user.args, *user.kwargs.values()):
-                if isinstance(argument, int | float) and not isinstance(argument, bool):
-                    for value, name in suspects.items():
-                        if value not in (0.0, 1.0, 2.0, 0.5) and math.isclose(argument, value, rel_tol=1e-12):
-                            raise LengthInValue(
-                                f"{argument} (which is {name} for the slice of {length} tokens)",
-                                location=user_location(user),
-                                why="the code fixes the length to a constant, so it cannot be seen whether this "
-                                "number means it; it meets a value that was reduced over the sequence.",
-                            )
+                if not isinstance(argument, int | float) or isinstance(argument, bool):
+                    continue
+                name = next((n for v, n in suspects.items() if _same_number(argument, v)), None)
+                if name is None and length > 2 and _is_multiple(argument, length):
+                    name = "a multiple of T, or one over it, as numel() is,"
+                if name is not None:
+                    raise LengthInValue(
+                        f"{argument} (which is {name} for the slice of {length} tokens)",
+                        location=user_location(user),
+                        why="the code fixes the length to a constant, so it cannot be seen whether this "
+                        "number means it; it meets a value that was reduced over the sequence.",
+                    )
             if len(seen) < 256:
                 stack.append(user)
+
+
+def _same_number(number: float, suspect: float) -> bool:
+    return suspect not in (0.0, 1.0, 2.0, 0.5) and math.isclose(number, suspect, rel_tol=1e-12)
+
+
+def _is_multiple(number: float, length: int) -> bool:
+    """The number or its inverse is a whole multiple of the length."""
+    whole = number if abs(number) >= 1 or number == 0 else 1 / number
+    return whole != 0 and math.isclose(whole / length, round(whole / length), rel_tol=1e-12)

@@ -83,6 +83,7 @@ def rewrite(
     ]
     if ranks.world_size > 1:
         refuse_constant_slices(first)
+        length.refuse_fixed_lengths(first)
         passes += [
             ("running_sums", _running_sums),
             ("length", _length),

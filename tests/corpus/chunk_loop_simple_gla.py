@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 EXPECTED = {"families": ["per head and token"], "or_refused": True}
-LOCAL_LENGTHS = (6,)
-MORE_LOCAL_LENGTHS = (4,)
+LOCAL_LENGTHS = (4,)
+MORE_LOCAL_LENGTHS = (6,)
 
 
 def chunked(q, k, v, g, C=2):

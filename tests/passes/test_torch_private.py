@@ -250,3 +250,30 @@ def test_compilations_left_are_counted_down_to_the_limit():
             compiled(torch.ones(2), mood)
     torch._dynamo.reset()
     assert left == [2, 1, 0]
+
+
+def test_a_number_keeps_the_expression_it_was_made_with():
+    """A length that a loop fixes to a constant is still told from a number that never was a symbol."""
+    seen = []
+
+    def backend(gm, example_inputs):
+        seen.extend(
+            n.meta["example_value"]
+            for n in gm.graph.nodes
+            if isinstance(n.meta.get("example_value"), torch.SymInt)
+        )
+        return gm.forward
+
+    def fixed(x):
+        total = x.sum(1) / x.shape[1]
+        for _ in range(x.shape[1]):
+            total = total + 1
+        return total
+
+    torch._dynamo.reset()
+    x = torch.randn(2, 5)
+    torch._dynamo.maybe_mark_dynamic(x, 1)
+    torch.compile(fixed, backend=backend, fullgraph=True)(x)
+    assert seen
+    assert all(not number.node.expr.free_symbols for number in seen)
+    assert all(torch_private.first_expression(number).free_symbols for number in seen)
