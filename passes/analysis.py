@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import fx
 
 from zeco_compile.passes import torch_private
 from zeco_compile.passes.axes import Size, size_of
-from zeco_compile.passes.axis_rules import track_axes
+from zeco_compile.passes.axis_rules import track_axes, track_region
 from zeco_compile.passes.inputs import GraphInput, graph_inputs, local_length
 from zeco_compile.passes.schema import argument, operand
 from zeco_compile.passes.shadow import Shadow, build_shadow
@@ -108,6 +108,16 @@ class Analysis:
         """The rows of this rank's slice at this call, also where the trace has a symbol for them."""
         each = next(i for i in self.inputs if i.along is not None)
         return int(self.example_inputs[each.index].shape[each.along])
+
+    def of_region(self, given: Sequence[fx.Node], interior: Sequence[fx.Node]) -> Analysis:
+        """The same with the axes of a region seen by themselves (`track_region`), where that can be done."""
+        sources = {
+            s for n in interior for s in n.all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)
+        }
+        inside = set(interior)
+        outer = [n for n in self.shadow.graph.nodes if n in sources and n not in inside]
+        track = track_region(self.track, dict.fromkeys((*given, *outer)), interior)
+        return self if track is None else replace(self, track=track)
 
     def escapes(self, user_node: fx.Node) -> list[fx.Node]:
         """ATen nodes of one user node that others read."""

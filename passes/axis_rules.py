@@ -9,13 +9,13 @@ everything it touches: what is not known is not proven local.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from zeco_compile.passes.axes import Dim, Dims, Size, same_size, size_of
+from zeco_compile.passes.axes import Atom, Dim, Dims, Size, same_size, size_of
 from zeco_compile.passes.schema import argument, operand, operands, shape, tensors
 from zeco_compile.passes.tracking import Tracking
 
@@ -732,6 +732,63 @@ def track_axes(graph: fx.Graph, along: Mapping[fx.Node, int | None], length: Siz
             ]
             track.out(node, tuple(dims))
     return track
+
+
+def track_region(whole: Tracking, given: Iterable[fx.Node], interior: Iterable[fx.Node]) -> Tracking | None:
+    """Axes of a part of a graph, as if the values `given` to it had nothing to do with each other.
+
+    In the whole graph two axes can be one for reasons outside of the part: q, k and v that are cut from one stacked
+    projection have the same feature axis, though keys and values are different axes of an attention. None where a
+    value does not run along the sequence as a whole.
+    """
+    track = Tracking(whole.axes.length)
+    named: set[fx.Node] = set()
+    for node in given:
+        own: dict[Atom, Atom] = {}
+        # What it was made from is told by the same axes: a gate may be taken from before an exp and some views.
+        current, steps = node, 0
+        while current not in named and steps < _FEW:
+            dims = _renamed(whole, track, current, own)
+            if dims is None and current is node:
+                return None
+            if dims is None:
+                break
+            track.out(current, dims)
+            named.add(current)
+            sources = [n for n in current.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+            if len(sources) != 1:
+                break
+            current, steps = sources[0], steps + 1
+    for node in interior:
+        _visit(track, node)
+    return track
+
+
+_FEW = 8
+
+
+def _renamed(whole: Tracking, track: Tracking, node: fx.Node, own: dict[Atom, Atom]) -> Dims | None:
+    """The dimensions of a value of `whole` in atoms of `track`; `own` holds the new atom of each old one."""
+    rows = whole.axes.flat((whole.axes.sequence,))
+    dims: list[Dim] = []
+    for dim in whole.dims(node):
+        flat = whole.axes.flat(dim)
+        new: list[Atom] = []
+        while flat:
+            if flat[: len(rows)] == rows:
+                new.append(track.axes.sequence)
+                flat = flat[len(rows) :]
+                continue
+            atom = flat[0]
+            if atom.sequence:
+                return None
+            if atom not in own:
+                own[atom] = Atom(atom.size)
+                own[atom].origins |= atom.origins
+            new.append(own[atom])
+            flat = flat[1:]
+        dims.append(tuple(new))
+    return tuple(dims)
 
 
 def _visit(track: Tracking, node: fx.Node) -> None:

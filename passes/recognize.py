@@ -127,6 +127,7 @@ def _match(analysis: Analysis, output: fx.Node, running_sums: bool) -> tuple[Mat
     region = cut_region(analysis, output, MOST_INPUTS)
     if region is None:
         return None, "it has too many inputs, or one that is no value of each position"
+    analysis = analysis.of_region(region.inputs, region.interior)
     reason = "no way to read its inputs as q, k, v and a gate fits the recurrence"
     variants = [region]
     if piecewise(region, analysis):
@@ -265,7 +266,7 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     with graph.inserting_before(anchor):
         ops = GraphOperations(
             graph,
-            lambda atom: _size_source(analysis, values, atom),
+            lambda atom: _size_source(roles.axes.analysis, values, atom),
             next(iter(values.values())),
             operand_dtype,
             end.meta.get("stack_trace"),
@@ -441,7 +442,7 @@ def _report(
 
 
 def _sizes(analysis: Analysis, match: Match) -> dict[str, int]:
-    axes, at = match.roles.axes, Sizes(analysis, analysis.real_length)
+    axes, at = match.roles.axes, Sizes(match.roles.axes.analysis, analysis.real_length)
     dtype = _promoted([*match.roles.q, *match.roles.k, *match.roles.v], match.region.output.meta["val"].dtype)
     key = at.of_dim(axes.key)
     return {

@@ -16,7 +16,7 @@ class Model(nn.Module):
         decay = torch.exp(-F.softplus(dt))
         for t in range(T):
             S.mul_(decay[:, t, :, None, None]).add_(v[:, t].unsqueeze(-1) * k[:, t].unsqueeze(-2))
-            y.append(torch.matmul(S, q[:, t].unsqueeze(-1)).squeeze(-1))
+            y.append(torch.matmul(S.clone(), q[:, t].unsqueeze(-1)).squeeze(-1))
         return torch.stack(y, 1)
 
 
