@@ -7,6 +7,7 @@ started again at the next use. Nothing waits without a limit.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import inspect
 import os
 import pickle
@@ -179,7 +180,6 @@ class Pool:
         theirs.close()
         self._processes.append(process)
         self._pipes.append(ours)
-        ours.send_bytes(pickle.dumps(sys.path))
 
     def _ask(self, job: bytes, timeout: float) -> list[Outcome]:
         for pipe in self._pipes:
@@ -264,8 +264,10 @@ def _worker_environment() -> dict[str, str]:
 
 
 def _dumps_by_value(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    with _by_value([function, *args]):
-        return cloudpickle.dumps((function, args))
+    """A job: where modules are found in this process now, and what to call."""
+    within = [value for arg in args if dataclasses.is_dataclass(arg) for value in vars(arg).values()]
+    with _by_value([function, *args, *within]):
+        return pickle.dumps((sys.path, cloudpickle.dumps((function, args))))
 
 
 @contextmanager

@@ -111,7 +111,8 @@ def _serve(rank: int, pipe: Connection) -> None:
         except (EOFError, OSError):
             return
         try:
-            function, args = pickle.loads(job)
+            sys.path[:], call = pickle.loads(job)
+            function, args = pickle.loads(call)
             outcome = Outcome(rank, "ok", value=function(*args))
         except KeyboardInterrupt:
             return
@@ -141,7 +142,6 @@ def main() -> None:
     threading.Thread(target=_follow_parent, args=(place.parent,), daemon=True).start()
 
     pipe = Connection(place.pipe)
-    sys.path[:] = pickle.loads(pipe.recv_bytes())
     torch.set_num_threads(1)
     timeout = timedelta(seconds=place.group_timeout)
     store = dist.TCPStore("127.0.0.1", place.port, is_master=False, timeout=timeout)
