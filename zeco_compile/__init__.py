@@ -51,7 +51,11 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(_WHERE[name])
-    value = module if _WHERE[name].rpartition(".")[2] == name and not hasattr(module, name) else getattr(module, name)
+    value = (
+        module
+        if _WHERE[name].rpartition(".")[2] == name and not hasattr(module, name)
+        else getattr(module, name)
+    )
     globals()[name] = value
     return value
 
