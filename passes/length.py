@@ -210,18 +210,21 @@ def refuse_fixed_lengths(analysis: Analysis) -> None:
         if settled(user_node) or user_node.target not in _ARITHMETIC or _is_number(user_node):
             continue
         for number in user_node.all_input_nodes:
-            value = number.meta.get("example_value")
-            if isinstance(value, torch.SymInt | torch.SymFloat) and _was_symbol(value):
+            if _is_number(number) and _fixed_length(number):
                 raise LengthInValue(
                     str(number),
                     location=user_location(user_node),
-                    why="it was read off a shape, and other code has fixed that size to a constant.",
+                    why="it was computed from a size, and other code has fixed that size to a constant.",
                 )
 
 
-def _was_symbol(value: torch.SymInt | torch.SymFloat) -> bool:
-    """A number made from a symbol that has a constant value by now."""
-    return not value.node.expr.free_symbols and bool(torch_private.first_expression(value).free_symbols)
+def _fixed_length(number: fx.Node) -> bool:
+    """It is, or was computed from, a number that was a symbol and has a constant value by now."""
+    value = number.meta.get("example_value")
+    symbolic = isinstance(value, torch.SymInt | torch.SymFloat)
+    if symbolic and not value.node.expr.free_symbols and torch_private.first_expression(value).free_symbols:
+        return True
+    return any(_fixed_length(source) for source in number.all_input_nodes if _is_number(source))
 
 
 def refuse_constant_lengths(analysis: Analysis, reduced: Sequence[fx.Node]) -> None:

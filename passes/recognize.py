@@ -108,7 +108,7 @@ def recognize(
 
 
 def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
-    """A MIXED value with one whole sequence axis that somebody reads as a value of each position."""
+    """A MIXED value with one whole sequence axis that somebody reads as values of positions, one, each or their sum."""
     if analysis.state(node) is not State.MIXED or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
     dims = analysis.track.sequence_dims(node)
@@ -118,8 +118,11 @@ def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
     for user in node.users:
         if analysis.user_node(user) is group and user.op != "output":
             continue
-        if not analysis.own_mixing(user):
+        kinds = {action.kind for action in analysis.own_mixing(user)}
+        if not kinds or kinds == {"reduce"}:
             return True
+        if kinds == {"select"} and not isinstance(analysis.length, int):
+            return True  # the last token; with a constant length it may be a step of a loop
     return False
 
 
