@@ -221,10 +221,13 @@ def refuse_fixed_lengths(analysis: Analysis) -> None:
 def _fixed_length(number: fx.Node) -> bool:
     """It is, or was computed from, a number that was a symbol and has a constant value by now."""
     value = number.meta.get("example_value")
-    symbolic = isinstance(value, torch.SymInt | torch.SymFloat)
-    if symbolic and not value.node.expr.free_symbols and torch_private.first_expression(value).free_symbols:
+    if isinstance(value, torch.SymInt | torch.SymFloat) and _was_symbol(value):
         return True
     return any(_fixed_length(source) for source in number.all_input_nodes if _is_number(source))
+
+
+def _was_symbol(value: torch.SymInt | torch.SymFloat) -> bool:
+    return not value.node.expr.free_symbols and bool(torch_private.first_expression(value).free_symbols)
 
 
 def refuse_constant_lengths(analysis: Analysis, reduced: Sequence[fx.Node]) -> None:
