@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import zeco_compile.lowering  # noqa: F401  (importing it registers the ops)
 from zeco_compile.passes.axes import Atom, Dim, Dims, Size, same_size, size_of
 from zeco_compile.passes.schema import argument, operand, operands, shape, tensors
 from zeco_compile.passes.tracking import Tracking

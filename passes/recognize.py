@@ -131,6 +131,12 @@ def _match(analysis: Analysis, output: fx.Node, running_sums: bool) -> tuple[Mat
     if region is None:
         return None, "it has too many inputs, or one that is no value of each position"
     analysis = analysis.of_region(region.inputs, region.interior)
+    rounded = _rounded_inside(region)
+    if rounded is not None:
+        return None, (
+            f"`{analysis.shadow.origin.get(rounded, rounded)}` in it is {rounded.meta['val'].dtype}, though the result "
+            "is float64: what the code rounds on the way would not be rounded in the operator"
+        )
     reason = "no way to read its inputs as q, k, v and a gate fits the recurrence"
     variants = [region]
     if piecewise(region, analysis):
@@ -148,6 +154,22 @@ def _match(analysis: Analysis, output: fx.Node, running_sums: bool) -> tuple[Mat
         except (NotLinearAttention, CannotEvaluate) as why:
             reason = str(why)
     return None, reason
+
+
+def _rounded_inside(region: Region) -> fx.Node | None:
+    """A value of less precision inside of a float64 region: `gamma ** (i - j)` makes float32 of whole numbers."""
+    if region.output.meta["val"].dtype != torch.float64:
+        return None
+    for node in region.interior:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            used_wider = any(
+                isinstance(user.meta.get("val"), torch.Tensor) and user.meta["val"].dtype == torch.float64
+                for user in node.users
+            )
+            if used_wider and value.dim():
+                return node
+    return None
 
 
 def _checked(region: Region, analysis: Analysis, roles: Roles, sizes: Sequence[Sizes]) -> Match | None:
@@ -284,6 +306,17 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
         if gate_node is not None and gate_form is not None:
             logs = {gate_node: _emit_gate(ops, gate_form, values[gate_node])}
             g = arrange(ops, roles.axes, Canonical.GATE, [gate_node], logs)
+            if roles.write_factor is not None:
+                factor = {gate_node: _emit_write_factor(ops, roles.write_factor, logs[gate_node])}
+                k = ops.multiply(k, arrange(ops, roles.axes, Canonical.KEY, [gate_node], factor))
+                k = k if operand_dtype == dtype else ops.call(aten.to.dtype, k, operand_dtype)
+        elif roles.constant is not None:
+            like = next(iter(values.values()))
+            state_dtype = torch.float64 if operand_dtype == torch.float64 else torch.float32
+            heads = [
+                ops.call(aten.new_full.default, like, [1], each, dtype=state_dtype) for each in roles.constant
+            ]
+            g = heads[0] if len(heads) == 1 else ops.call(torch.cat, heads)
         state = None
         if roles.initial_state is not None:
             state = arrange(ops, roles.axes, Canonical.STATE, [roles.initial_state], values)
@@ -394,6 +427,16 @@ def _emit_gate(ops: GraphOperations, form: GateForm, z: fx.Node) -> fx.Node:
     raise AssertionError(f"no graph for the gate form {form.name}")
 
 
+def _emit_write_factor(ops: GraphOperations, name: str, log_decay: fx.Node) -> fx.Node:
+    """`roles.WRITE_FACTORS[name]` in the user's graph."""
+    call = ops.call
+    if name == "1 - a":
+        return call(torch.neg, call(torch.expm1, log_decay))
+    if name == "sqrt(1 - a^2)":
+        return call(torch.sqrt, call(torch.neg, call(torch.expm1, call(torch.mul, log_decay, 2))))
+    raise AssertionError(f"no graph for the write factor {name}")
+
+
 def _redirect(analysis: Analysis, region: Region, new: fx.Node, at: int, order: dict[fx.Node, int]) -> None:
     """Whoever read the region's output after its end reads the operator's."""
     for (user, argument), read in analysis.shadow.reads.items():
@@ -436,12 +479,19 @@ def _report(
         layout="; ".join(f"{kind.name.lower()} {kind.value}" for kind in (Canonical.KEY, Canonical.VALUE)),
         notes=[
             f"{len(region.user_nodes)} nodes of your graph became one operator",
+            *([f"k is multiplied with {roles.write_factor} of the decay a"] if roles.write_factor else []),
+            *([f"log decay of each head: {_listed(roles.constant)}"] if roles.constant else []),
             *(f"the causal mask in `{mask.name}` was taken as it is" for mask in region.masks),
         ],
         sizes=_sizes(analysis, match),
         check_error=match.error,
         sizes_checked=list(match.sizes),
     )
+
+
+def _listed(values: Sequence[float]) -> str:
+    shown = ", ".join(f"{value:.6g}" for value in values[:8])
+    return shown if len(values) <= 8 else f"{shown}, ... ({len(values)} heads)"
 
 
 def _sizes(analysis: Analysis, match: Match) -> dict[str, int]:

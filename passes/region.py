@@ -7,7 +7,7 @@ dimension is known by its axis, so a region that was traced with one length can 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,6 +56,7 @@ def cut_region(analysis: Analysis, output: fx.Node, limit: int) -> Region | None
     inputs: dict[fx.Node, None] = {}
     interior: set[fx.Node] = set()
     masks: dict[fx.Node, CausalMask] = {}
+    known: dict[fx.Node, bool] = {}
     stack = [output]
     while stack:
         node = stack.pop()
@@ -69,7 +70,7 @@ def cut_region(analysis: Analysis, output: fx.Node, limit: int) -> Region | None
                 continue  # a size: computed from the sizes asked for
             outside = source.op != "call_function" or origin.get(source) is not origin.get(node)
             local = analysis.state(source) is State.LOCAL and not analysis.is_constant(source)
-            if outside and local:
+            if outside and local and not _made_from_zeros(analysis, source, known):
                 if _read_by_position(analysis, node) and (mask := causal_mask(analysis, source)) is not None:
                     masks[source] = mask
                     continue
@@ -94,6 +95,32 @@ def _read_by_position(analysis: Analysis, reader: fx.Node) -> bool:
 _ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
+def _made_from_zeros(analysis: Analysis, node: fx.Node, known: dict[fx.Node, bool]) -> bool:
+    """A state before the first step, on which the step's decay has worked already: `gamma * zeros`."""
+    stack = [node]
+    while stack:
+        at = stack[-1]
+        sources = at.all_input_nodes
+        if at in known:
+            stack.pop()
+        elif at.op != "call_function" or analysis.track.sequence_dims(at):
+            known[at] = False
+        elif analysis.is_constant(at):
+            known[at] = _is_zeros(at)
+        elif unknown := [source for source in sources if source not in known]:
+            stack += unknown
+        else:
+            known[at] = any(known[source] for source in sources)
+    return known[node] and not analysis.is_constant(node)
+
+
+def _is_zeros(node: fx.Node) -> bool:
+    """Zeros from a factory, or a copy of such."""
+    while node.target is aten.clone.default:
+        (node,) = node.all_input_nodes
+    return node.target in _ZEROS or (node.target is aten.full.default and node.args[1] == 0)
+
+
 def carrying(region: Region, analysis: Analysis) -> Iterator[Region]:
     """The region with each way to read it as a loop that carries a state.
 
@@ -102,8 +129,7 @@ def carrying(region: Region, analysis: Analysis) -> Iterator[Region]:
     """
     track = analysis.track
     for node in region.interior:
-        full_of_zeros = node.target is aten.full.default and node.args[1] == 0
-        if not (node.target in _ZEROS or full_of_zeros) or track.sequence_dims(node):
+        if node.target is aten.clone.default or not _is_zeros(node) or track.sequence_dims(node):
             continue
         if not node.meta["val"].dtype.is_floating_point:
             continue
@@ -286,6 +312,10 @@ def _compute(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> Any:
             if from_nothing:  # its dtype was the default one
                 kwargs["dtype"] = torch.float64 if made.dtype.is_floating_point else made.dtype
         kwargs.pop("pin_memory", None)
+    made = node.meta.get("val")
+    if isinstance(made, torch.Tensor) and made.dtype.is_floating_point and _of_integers(args):
+        # Whole numbers and a Python number, as in `gamma ** (i - j)`, would make the default dtype.
+        args = pytree.tree_map_only(torch.Tensor, torch.Tensor.double, args)
     if target in (aten.view.default, aten._unsafe_view.default):
         target = aten.reshape.default  # the strides of the trace are not those of these values
     try:
@@ -293,6 +323,11 @@ def _compute(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> Any:
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
         raise CannotEvaluate(f"{node} ({target}): {error}") from error
     return result
+
+
+def _of_integers(args: Sequence[Any]) -> bool:
+    given = [a for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor)]
+    return bool(given) and not any(a.dtype.is_floating_point or a.dtype == torch.bool for a in given)
 
 
 _FILLED_WITH = {

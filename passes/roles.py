@@ -61,9 +61,21 @@ GATE_FORMS = (
 )
 
 
+WRITE_FACTORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "1 - a": lambda log_decay: -torch.expm1(log_decay),
+    "sqrt(1 - a^2)": lambda log_decay: torch.sqrt(-torch.expm1(2 * log_decay)),
+}
+"""What a gate may multiply the write with besides the state, as a function of its log decay: what is forgotten
+(HGRN, minGRU, a moving average), or what keeps the state's variance (RG-LRU)."""
+
+
 @dataclass(frozen=True)
 class Roles:
-    """A hypothesis about a region. Inputs are ATen nodes; k and v are products of the inputs named."""
+    """A hypothesis about a region. Inputs are ATen nodes; k and v are products of the inputs named.
+
+    `write_factor` names the function of the gate that k is multiplied with. `constant` are the log decays of a
+    region that has no gate but forgets, one for each head.
+    """
 
     q: tuple[fx.Node, ...]
     k: tuple[fx.Node, ...]
@@ -73,14 +85,19 @@ class Roles:
     initial_state: fx.Node | None
     axes: CanonicalAxes
     scale: float = 1.0
+    write_factor: str | None = None
+    constant: tuple[float, ...] | None = None
 
     @property
     def is_running_sum(self) -> bool:
         """Nothing but a sum over the positions so far."""
-        return self.gate is None and not self.q and not self.k and self.initial_state is None
+        nothing_else = not self.q and not self.k and self.initial_state is None
+        return self.gate is None and self.constant is None and nothing_else
 
     @property
     def family(self) -> str:
+        if self.constant is not None:
+            return "constant per head"
         if self.gate is None:
             return "none"
         return self.axes.gate_family
@@ -154,8 +171,41 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
         state = candidate_states[0] if candidate_states else None
         if not gates:
             yield Roles(q, k, v, None, None, state, axes)
-        for form in GATE_FORMS if gates else ():
-            yield Roles(q, k, v, gates[0], form, state, axes)
+            constant = _constant_decay(probe, values, writers, axes)
+            if constant is not None:
+                yield Roles(q, k, v, None, None, state, axes, constant=constant)
+        for form, factor in itertools.product(GATE_FORMS if gates else (), (None, *WRITE_FACTORS)):
+            yield Roles(q, k, v, gates[0], form, state, axes, write_factor=factor)
+
+
+def _constant_decay(
+    probe: Probe, values: dict[fx.Node, torch.Tensor], writers: Sequence[fx.Node], axes: CanonicalAxes
+) -> tuple[float, ...] | None:
+    """The log decay of each head in a region without a gate, from what is left at the second position of what was
+    written at the first. None if it is not one positive number for each head."""
+    track = probe.analysis.track
+    if any(atom in probe.sizes.other for atom in axes.heads):
+        return None  # at other sizes the heads are not those of the model
+    impulse = dict(values)
+    for node in writers:
+        first = values[node].clone()
+        (dim,) = track.sequence_dims(node)
+        first.narrow(dim, 1, probe.sizes.length - 1).zero_()
+        impulse[node] = first
+    # The readers are alike at all positions, so that only the decay makes a difference.
+    for node in probe.region.inputs:
+        dims = track.sequence_dims(node)
+        if node not in writers and dims:
+            impulse[node] = values[node].narrow(dims[0], 0, 1).expand_as(values[node]).contiguous()
+    output = probe.region.output
+    o = canonical_value(axes, Canonical.VALUE, [output], {output: probe.run(impulse)}, probe.sizes)
+    ratio = o[:, 1] / o[:, 0]
+    head = ratio[:1, :, :1]
+    same = bool(torch.isfinite(ratio).all()) and bool(((ratio - head).abs() <= TOLERANCE * head.abs()).all())
+    nothing_forgotten = bool(((head - 1).abs() <= TOLERANCE).all())
+    if not same or nothing_forgotten or not bool((head > 0).all()):
+        return None
+    return tuple(float(x) for x in head.flatten().log())
 
 
 def check(
@@ -167,6 +217,9 @@ def check(
     With `extreme` the values are large and the decay is strong, to get beyond limits that ordinary values do not
     touch: scores or states that are clipped, exponents that are clamped, small decays that are dropped.
     """
+    if roles.constant is not None:  # the heads have to be those of the model
+        kept = {atom: size for atom, size in sizes.other.items() if atom not in roles.axes.heads}
+        sizes = Sizes(sizes.analysis, sizes.length, kept)
     probe = Probe(region, analysis, sizes, seed)
     size = _LARGE if extreme else 1.0
     values = {node: probe.normal(node) * size for node in region.inputs}
@@ -191,16 +244,22 @@ def recurrence_of(roles: Roles, values: dict[fx.Node, torch.Tensor], sizes: Size
     """The recurrence on these values, in the shape of the region's output."""
     axes = roles.axes
     g = None
+    k = canonical_value(axes, Canonical.KEY, roles.k, values, sizes)
+    if roles.constant is not None:
+        shape = [sizes.of_dim(axes.batch), sizes.length, sizes.of_dim(axes.heads)]
+        g = torch.tensor(roles.constant, dtype=torch.float64).expand(shape)
     if roles.gate is not None and roles.form is not None:
-        g = canonical_value(
-            axes, Canonical.GATE, [roles.gate], {roles.gate: roles.form.log_decay(values[roles.gate])}, sizes
-        )
+        log_decay = roles.form.log_decay(values[roles.gate])
+        g = canonical_value(axes, Canonical.GATE, [roles.gate], {roles.gate: log_decay}, sizes)
+        if roles.write_factor is not None:
+            factor = WRITE_FACTORS[roles.write_factor](log_decay)
+            k = k * canonical_value(axes, Canonical.KEY, [roles.gate], {roles.gate: factor}, sizes)
     state = None
     if roles.initial_state is not None:
         state = canonical_value(axes, Canonical.STATE, [roles.initial_state], values, sizes)
     o, _ = recurrent_gated_linear_attention(
         canonical_value(axes, Canonical.KEY, roles.q, values, sizes),
-        canonical_value(axes, Canonical.KEY, roles.k, values, sizes),
+        k,
         canonical_value(axes, Canonical.VALUE, roles.v, values, sizes),
         g,
         scale=1.0,

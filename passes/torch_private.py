@@ -53,7 +53,7 @@ class LoudBackendError(ShortenTraceback, UncapturedHigherOrderOpError):
     def __str__(self) -> str:
         """The message as raised: Dynamo appends its own copy of the user's stack, and advice on debugging
         Dynamo, to ``args`` on the way out."""
-        return self.message
+        return str(getattr(self, "message", self.args[0] if self.args else ""))
 
 
 def is_dynamo_restart(error: BaseException) -> bool:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"families": ["none"]}
+EXPECTED = {"families": ["none"], "or_refused": True}
 LOCAL_LENGTHS = (5,)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"families": ["constant per head"]}
+EXPECTED = {"families": ["constant per head"], "or_refused": True}
 LOCAL_LENGTHS = (5,)
 
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-EXPECTED = {"families": ["constant per head", "per channel"]}
+EXPECTED = {"families": ["constant per head", "per channel"], "or_refused": True}
 LOCAL_LENGTHS = (5,)
 
 

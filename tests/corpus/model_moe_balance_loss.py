@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-EXPECTED = {"families": []}
+EXPECTED = {"families": [], "or_refused": True}
 LOCAL_LENGTHS = (5,)
 
 

@@ -18,8 +18,8 @@ class SimpleRetention(nn.Module):
         self.W_V = nn.Parameter(torch.randn(width, head_size) / width)
 
     def _get_D(self, sequence_length, like):
-        n = torch.arange(sequence_length, device=like.device).unsqueeze(1)
-        m = torch.arange(sequence_length, device=like.device).unsqueeze(0)
+        n = torch.arange(sequence_length, device=like.device, dtype=like.dtype).unsqueeze(1)
+        m = torch.arange(sequence_length, device=like.device, dtype=like.dtype).unsqueeze(0)
         return (self.gamma ** (n - m)) * (n >= m).to(like.dtype)
 
     def forward(self, X):
