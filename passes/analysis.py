@@ -25,7 +25,7 @@ from zeco_compile.passes.axes import Size, size_of
 from zeco_compile.passes.axis_rules import track_axes, track_region
 from zeco_compile.passes.inputs import GraphInput, graph_inputs, local_length
 from zeco_compile.passes.schema import argument, operand
-from zeco_compile.passes.shadow import Shadow, build_shadow
+from zeco_compile.passes.shadow import Shadow, build_shadow, merge_alike
 from zeco_compile.passes.tracking import Action, Tracking
 
 
@@ -138,6 +138,7 @@ def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int) -> 
         return None
     shadow = build_shadow(gm, example_inputs)
     along = {shadow.inputs[i.node]: i.along for i in inputs if i.node in shadow.inputs}
+    merge_alike(shadow, [node for node, dim in along.items() if dim is None])
     track = track_axes(shadow.graph, along, size_of(length))
     analysis = Analysis(gm, example_inputs, inputs, size_of(length), shadow, track)
     for node in shadow.graph.nodes:

@@ -178,7 +178,9 @@ class Axes:
         for size in sizes:
             taken: list[Atom] = []
             if pending and same_size(pending[0].size, 1) and same_size(size, 1):
-                taken.append(pending.pop(0))  # one token per rank: the axis is there though its size is one
+                # One token per rank: the axis is there though its size is one.
+                if self._belongs_here(pending, dims, sizes, len(out)):
+                    taken.append(pending.pop(0))
                 out.append(tuple(taken))
                 continue
             product: Any = 1
@@ -214,6 +216,19 @@ class Axes:
             out[-1] = (*out[-1], *pending)
         return out
 
+    def _belongs_here(
+        self, pending: Sequence[Atom], dims: Sequence[Dim], sizes: Sequence[Size], at: int
+    ) -> bool:
+        """The next axis, of size one, is dimension `at` of a view, and none of the dimensions of size one behind it:
+        it was dimension `at` before, or is needed to fill what is left of them."""
+        before = [self.size(dim) for dim in dims[: at + 1]]
+        alike = len(before) == at + 1 and all(
+            same_size(a, b) for a, b in zip(before, sizes[: at + 1], strict=True)
+        )
+        if alike and self.flat(dims[at]) == (pending[0],):
+            return True
+        return _leading_ones(sizes[at:]) <= _leading_ones([atom.size for atom in pending])
+
     def _regroup_nothing(self, atoms: list[Atom], sizes: Sequence[Size]) -> list[Dim] | None:
         """A view of a value without elements, `x[:, :-1]` of one token: the empty axis may be any size there."""
         empty = [atom for atom in atoms if same_size(atom.size, 0)]
@@ -248,6 +263,10 @@ class Axes:
             part.origins |= atom.origins
         atom._parts = (outer, inner)
         return outer, inner
+
+
+def _leading_ones(sizes: Sequence[Size]) -> int:
+    return next((i for i, size in enumerate(sizes) if not same_size(size, 1)), len(sizes))
 
 
 def _simple(value: Size) -> Size:

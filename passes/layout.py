@@ -115,6 +115,8 @@ class Operations(Protocol):
 
     def size(self, atoms: Sequence[Atom]) -> Any: ...
     def reshape(self, x: Any, sizes: Sequence[Any]) -> Any: ...
+    def squeeze(self, x: Any, dim: int) -> Any: ...
+    def unsqueeze(self, x: Any, dim: int) -> Any: ...
     def permute(self, x: Any, order: Sequence[int]) -> Any: ...
     def expand(self, x: Any, sizes: Sequence[Any]) -> Any: ...
     def multiply(self, x: Any, y: Any) -> Any: ...
@@ -137,21 +139,20 @@ def arrange(
     for node in nodes:
         dims = [axes.analysis.track.axes.flat(dim) for dim in axes.analysis.track.dims(node)]
         have = [atom for dim in dims for atom in dim]
-        x = values[node]
-        if not _one_each(dims):
-            x = ops.reshape(x, [ops.size([a]) for a in have])
+        x = _taken_apart(ops, values[node], dims)
         order = [have.index(a) for a in target if a in have]
         if order != list(range(len(have))):
             x = ops.permute(x, order)
-        if len(have) < len(target):
-            x = ops.reshape(x, [ops.size([a]) if a in have else 1 for a in target])
+        for i, atom in enumerate(target):
+            if atom not in have:
+                x = ops.unsqueeze(x, i)
         product = x if product is None else ops.multiply(product, x)
         covered.update(have)
     if product is None:
         return ops.ones(sizes)
     if len(covered) < len(target):
         product = ops.expand(product, [ops.size([a]) for a in target])
-    return product if _one_each(groups) else ops.reshape(product, sizes)
+    return _put_together(ops, product, groups)
 
 
 def disarrange(ops: Operations, axes: CanonicalAxes, o: Any) -> Any:
@@ -161,11 +162,36 @@ def disarrange(ops: Operations, axes: CanonicalAxes, o: Any) -> Any:
     have = [atom for group in groups for atom in group]
     dims = [track.axes.flat(dim) for dim in track.dims(axes.output)]
     want = [atom for dim in dims for atom in dim]
-    x = o if _one_each(groups) else ops.reshape(o, [ops.size([a]) for a in have])
+    x = _taken_apart(ops, o, groups)
     order = [have.index(a) for a in want]
     if order != list(range(len(have))):
         x = ops.permute(x, order)
-    return x if _one_each(dims) else ops.reshape(x, [ops.size(dim) for dim in dims])
+    return _put_together(ops, x, dims)
+
+
+# Dimensions without an axis, of size one, are taken away and added one by one and not by a reshape: with one token
+# per rank nothing would tell them from the sequence.
+
+
+def _taken_apart(ops: Operations, x: Any, dims: Sequence[Sequence[Atom]]) -> Any:
+    """`x` with these dimensions, as one dimension for each axis."""
+    for i in reversed(range(len(dims))):
+        if not dims[i]:
+            x = ops.squeeze(x, i)
+    if _one_each([dim for dim in dims if dim]):
+        return x
+    return ops.reshape(x, [ops.size([atom]) for dim in dims for atom in dim])
+
+
+def _put_together(ops: Operations, x: Any, dims: Sequence[Sequence[Atom]]) -> Any:
+    """The inverse of `_taken_apart`."""
+    full = [dim for dim in dims if dim]
+    if not _one_each(full):
+        x = ops.reshape(x, [ops.size(dim) for dim in full])
+    for i, dim in enumerate(dims):
+        if not dim:
+            x = ops.unsqueeze(x, i)
+    return x
 
 
 def _one_each(dims: Sequence[Sequence[Atom]]) -> bool:
@@ -184,6 +210,12 @@ class _TensorOperations:
 
     def reshape(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         return x.reshape(list(sizes))
+
+    def squeeze(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return x.squeeze(dim)
+
+    def unsqueeze(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return x.unsqueeze(dim)
 
     def permute(self, x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
         return x.permute(list(order))
@@ -260,6 +292,12 @@ class GraphOperations:
 
     def reshape(self, x: fx.Node, sizes: Sequence[Any]) -> fx.Node:
         return self.call(aten.reshape.default, x, list(sizes))
+
+    def squeeze(self, x: fx.Node, dim: int) -> fx.Node:
+        return self.call(aten.squeeze.dim, x, dim)
+
+    def unsqueeze(self, x: fx.Node, dim: int) -> fx.Node:
+        return self.call(aten.unsqueeze.default, x, dim)
 
     def permute(self, x: fx.Node, order: Sequence[int]) -> fx.Node:
         return self.call(aten.permute.default, x, list(order))

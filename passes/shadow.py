@@ -10,7 +10,8 @@ reader means another version.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,10 +78,20 @@ class _Recorder(fx.Interpreter):
         if target in _EINSUM and args and isinstance(args[0], str) and not kwargs:
             operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
             return einsum_by_axes(args[0], list(operands))
+        if target is torch.nn.functional.linear and not kwargs and _folds_ambiguously(args[:1]):
+            product = einsum_by_axes("...i,oi->...o", list(args[:2]))
+            return product if len(args) < 3 or args[2] is None else product + args[2]
+        if target in _MATMUL and not kwargs and _folds_ambiguously(args):
+            return einsum_by_axes("...ij,...jk->...ik", list(args))
         operator_ = torch.ops.zeco.gated_linear_attention
         if target in (operator_, operator_.default):  # Dynamo keeps the packet
             return _attention_by_its_parts(*args)
         return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in ("matmul", "__matmul__"):
+            return self.call_function(torch.matmul, args, kwargs)
+        return super().call_method(target, args, kwargs)
 
     def _note_reads(self, n: fx.Node) -> None:
         for argument in n.all_input_nodes:
@@ -125,6 +136,14 @@ def _attention_by_its_parts(
 
 
 _EINSUM = (torch.functional.einsum, torch.einsum)
+_MATMUL = (torch.matmul, operator.matmul)
+
+
+def _folds_ambiguously(operands: Sequence[torch.Tensor]) -> bool:
+    """PyTorch folds the dimensions before the last into one and takes them apart again; among several of size one
+    (one sequence, one token per rank) the sequence would be lost."""
+    ones = [sum(isinstance(size, int) and size == 1 for size in each.shape[:-1]) for each in operands]
+    return min(each.dim() for each in operands) > 1 and max(ones) > 1
 
 
 def einsum_by_axes(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
@@ -179,6 +198,38 @@ def build_shadow(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Shadow:
         if node in shadow.origin:
             shadow.groups.setdefault(shadow.origin[node], []).append(node)
     return shadow
+
+
+def merge_alike(shadow: Shadow, whole: Collection[fx.Node]) -> None:
+    """Values that are computed twice in the same way from inputs without a sequence (`whole`) become one.
+
+    `gamma.exp()[:, None, None]` in the body of a loop is one decay and not one for each step.
+    """
+    known: dict[Any, fx.Node] = {}
+    merged: dict[fx.Node, fx.Node] = {}
+    computed = set(whole)
+    for node in list(shadow.graph.nodes):
+        sources = node.all_input_nodes
+        if node.op != "call_function" or not sources or not computed.issuperset(sources):
+            continue
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            continue
+        computed.add(node)
+        first = known.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)  # so that what is computed from it is alike, too
+            merged[node] = first
+    for node in reversed(merged):
+        shadow.graph.erase_node(node)
+        if (user_node := shadow.origin.pop(node, None)) is not None:
+            shadow.groups[user_node].remove(node)
+
+    def current(leaf: Any) -> Any:
+        return merged.get(leaf, leaf) if isinstance(leaf, fx.Node) else leaf
+
+    for table in (shadow.value, shadow.reads):
+        for key, tree in table.items():
+            table[key] = pytree.tree_map(current, tree)  # type: ignore[index]
 
 
 def _simplify(shadow: Shadow) -> None:
