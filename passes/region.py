@@ -118,7 +118,7 @@ def _is_zeros(node: fx.Node) -> bool:
     """Zeros from a factory, or a copy of such."""
     while node.target is aten.clone.default:
         (node,) = node.all_input_nodes
-    return node.target in _ZEROS or (node.target is aten.full.default and node.args[1] == 0)
+    return node.target in _ZEROS or (node.target is aten.full.default and bool(node.args[1] == 0))
 
 
 def carrying(region: Region, analysis: Analysis) -> Iterator[Region]:
