@@ -34,6 +34,7 @@ from zeco_compile.passes.region import (
     cut_region,
     largest_constant,
     piecewise,
+    rounds,
 )
 from zeco_compile.passes.report import Region as RegionReport
 from zeco_compile.passes.report import Role
@@ -131,7 +132,7 @@ def _match(analysis: Analysis, output: fx.Node, running_sums: bool) -> tuple[Mat
     if region is None:
         return None, "it has too many inputs, or one that is no value of each position"
     analysis = analysis.of_region(region.inputs, region.interior)
-    rounded = _rounded_inside(region)
+    rounded = _rounded_inside(region, analysis)
     if rounded is not None:
         return None, (
             f"`{analysis.shadow.origin.get(rounded, rounded)}` in it is {rounded.meta['val'].dtype}, though the result "
@@ -156,7 +157,7 @@ def _match(analysis: Analysis, output: fx.Node, running_sums: bool) -> tuple[Mat
     return None, reason
 
 
-def _rounded_inside(region: Region) -> fx.Node | None:
+def _rounded_inside(region: Region, analysis: Analysis) -> fx.Node | None:
     """A value of less precision inside of a float64 region: `gamma ** (i - j)` makes float32 of whole numbers."""
     if region.output.meta["val"].dtype != torch.float64:
         return None
@@ -167,7 +168,10 @@ def _rounded_inside(region: Region) -> fx.Node | None:
                 isinstance(user.meta.get("val"), torch.Tensor) and user.meta["val"].dtype == torch.float64
                 for user in node.users
             )
-            if used_wider and value.dim():
+            try:
+                if used_wider and value.dim() and rounds(region, analysis, node):
+                    return node
+            except CannotEvaluate:
                 return node
     return None
 

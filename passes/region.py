@@ -244,6 +244,21 @@ def evaluate(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Size
     return torch.cat(outputs, along)
 
 
+def rounds(region: Region, analysis: Analysis, node: fx.Node) -> bool:
+    """Whether a value of the interior loses digits in its own precision: a constant that is exact in it does not
+    (a mask of ones), one that is not does, and so does everything that is computed from inputs."""
+    if not analysis.is_constant(node):
+        return True
+    needed = {node}
+    for other in reversed(region.interior):
+        if other in needed:
+            needed.update(other.all_input_nodes)
+    interior = tuple(n for n in region.interior if n in needed)
+    length = analysis.length if piecewise(region, analysis) else 7
+    value = _run(Region(node, (), interior, ()), {}, Sizes(analysis, length), {})[node]
+    return not bool((value.to(node.meta["val"].dtype).double() == value).all())
+
+
 def _rows(analysis: Analysis, node: fx.Node, value: torch.Tensor, start: int, count: int) -> torch.Tensor:
     for dim in analysis.track.sequence_dims(node):
         value = value.narrow(dim, start, count)
