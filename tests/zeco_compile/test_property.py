@@ -86,7 +86,7 @@ def assert_recognised(program: Any, found: Equivalence) -> None:
 
 @pytest.mark.parametrize("spelling", strategies.SPELLINGS, ids=lambda spelling: spelling.name)
 def test_random_models_equal_themselves_unsharded(spelling: Any) -> None:
-    @profile(5)
+    @profile(4)
     @given(program=strategies.programs((spelling,)))
     def holds(program: Any) -> None:
         assert_recognised(program, equivalent(program, "aot_eager"))
@@ -94,7 +94,7 @@ def test_random_models_equal_themselves_unsharded(spelling: Any) -> None:
     holds()
 
 
-@profile(4)
+@profile(3)
 @given(program=strategies.programs())
 def test_random_models_equal_themselves_unsharded_through_inductor(program: Any) -> None:
     assert_recognised(program, equivalent(program, "inductor"))
