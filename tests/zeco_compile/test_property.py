@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import HealthCheck, Phase, currently_in_test_context, given, note, settings
 
 from zeco_compile.testing import Equivalence, assert_equivalent
 
@@ -56,7 +56,8 @@ def profile(examples: int) -> settings:
 
 def equivalent(program: Any, codegen: str) -> Equivalence:
     plain, path, load = program.plain(), STRATEGIES, load_strategies
-    note(f"the program: {plain}")
+    if currently_in_test_context():
+        note(f"the program: {plain}")
     return assert_equivalent(
         lambda: load(path).build(plain),
         lambda: load(path).inputs(plain),
@@ -92,6 +93,31 @@ def test_random_models_equal_themselves_unsharded(spelling: Any) -> None:
         assert_recognised(program, equivalent(program, "aot_eager"))
 
     holds()
+
+
+@pytest.mark.parametrize("spelling", strategies.SPELLINGS, ids=lambda spelling: spelling.name)
+def test_one_sequence_with_one_token_per_rank(spelling: Any) -> None:
+    """Both axes have size one, and folding and unfolding them may not exchange them."""
+    program = strategies.Program(
+        world_size=2,
+        batch=1,
+        local_length=1,
+        heads=3,
+        key=2,
+        value=5,
+        family=spelling.families[0],
+        spelling=spelling.name,
+        gates=("mild",),
+        dtype="float64",
+        layers=1,
+        convolution=3,
+        token_shift=True,
+        rotary=True,
+        head="rows",
+        state=spelling.how == "by name",
+        seed=0,
+    )
+    assert_recognised(program, equivalent(program, "aot_eager"))
 
 
 @profile(3)
