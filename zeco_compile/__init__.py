@@ -13,22 +13,23 @@ if TYPE_CHECKING:
     from zeco_compile import errors, testing
     from zeco_compile.attention import gated_linear_attention
     from zeco_compile.errors import ZecoError
-    from zeco_compile.explain import explain
+    from zeco_compile.explanation import explain
     from zeco_compile.marks import mark_sequence
-    from zeco_compile.reports import last_report, reports
+    from zeco_compile.report_log import last_report, reports
     from zeco_compile.sequence import gather_sequence, shard_sequence
 
 __version__ = "0.1.0"
 
+# No function has the name of a module of this package: importing a module binds its name here, over the function.
 _WHERE = {
     "ZecoError": "zeco_compile.errors",
     "errors": "zeco_compile.errors",
-    "explain": "zeco_compile.explain",
+    "explain": "zeco_compile.explanation",
     "gated_linear_attention": "zeco_compile.attention",
     "gather_sequence": "zeco_compile.sequence",
-    "last_report": "zeco_compile.reports",
+    "last_report": "zeco_compile.report_log",
     "mark_sequence": "zeco_compile.marks",
-    "reports": "zeco_compile.reports",
+    "reports": "zeco_compile.report_log",
     "shard_sequence": "zeco_compile.sequence",
     "testing": "zeco_compile.testing",
 }

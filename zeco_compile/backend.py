@@ -31,7 +31,7 @@ from zeco_compile.passes.errors import refusing
 from zeco_compile.passes.inputs import graph_inputs
 from zeco_compile.passes.length import request_symbolic_length
 from zeco_compile.passes.report import Report
-from zeco_compile.reports import keep
+from zeco_compile.report_log import keep
 from zeco_compile.settings import Settings
 
 _graph_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)

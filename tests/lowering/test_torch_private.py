@@ -85,7 +85,8 @@ def _closing(rank: int) -> str:
 
 
 def test_a_dropped_gloo_group_closes_its_connections(ranks):
-    assert "closed" in ranks(2).run(_closing, seconds=20)[1], HINT
+    text = ranks(2).run(_closing, seconds=20)[1]  # which of the two depends on who was reading
+    assert "closed" in text or "reset" in text, HINT
 
 
 def test_storage_key_is_the_storage():

@@ -322,6 +322,16 @@ def test_processes_are_kept_between_calls() -> None:
     assert run_on_ranks(os.getpid, world_size=2) == first, "all ranks refused alike: no reason to start anew"
 
 
+def _its_own_file() -> str:
+    return _its_own_file.__code__.co_filename
+
+
+def test_a_function_keeps_its_file() -> None:
+    inner = lambda: (lambda: 0).__code__.co_filename  # noqa: E731
+    assert run_on_ranks(_its_own_file, world_size=1) == [__file__]
+    assert run_on_ranks(inner, world_size=1) == [__file__]
+
+
 def test_unpicklable_result_is_an_error_of_its_rank() -> None:
     def generator() -> object:
         return (i for i in range(3))

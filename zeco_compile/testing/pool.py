@@ -7,8 +7,6 @@ started again at the next use. Nothing waits without a limit.
 from __future__ import annotations
 
 import atexit
-import dataclasses
-import inspect
 import os
 import pickle
 import shutil
@@ -18,18 +16,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import is_dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch.distributed as dist
 
 from zeco_compile.kernels.errors import ZecoError
 from zeco_compile.testing.errors import HarnessError, RankDied, RankFailed, RankTimedOut, RemoteTraceback
+from zeco_compile.testing.pickling import dumps_by_value
 from zeco_compile.testing.worker import Outcome
 
 # After one rank failed, the others are given this long: enough to raise for themselves, or to run into the
@@ -119,7 +116,7 @@ class Pool:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Outcome]:
         """One job on every rank; never raises for what a rank did, see :class:`Outcome`."""
-        job = _dumps_by_value(function, args)
+        job = _job(function, args)
         with self._busy:
             try:
                 if not self._processes:
@@ -131,6 +128,11 @@ class Pool:
                 self.close()
                 raise
         return outcomes
+
+    def kill(self, rank: int) -> None:
+        """Ends one rank at once, without any clean-up on its side. The next job finds it dead."""
+        self._processes[rank].kill()
+        self._processes[rank].wait()
 
     def close(self) -> None:
         """Kills the processes and forgets them; the next job starts new ones."""
@@ -238,7 +240,7 @@ class Pool:
             return False
         if len({type(o.error) for o in outcomes}) > 1:
             return False
-        return all(o.status == "ok" for o in self._ask(_dumps_by_value(_meet, ()), 10.0))
+        return all(o.status == "ok" for o in self._ask(_job(_meet, ()), 10.0))
 
     def _log(self, rank: int) -> Path:
         assert self._folder is not None
@@ -263,34 +265,9 @@ def _worker_environment() -> dict[str, str]:
     return environment
 
 
-def _dumps_by_value(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """A job: where modules are found in this process now, and what to call."""
-    within = [value for arg in args if dataclasses.is_dataclass(arg) for value in vars(arg).values()]
-    with _by_value([function, *args, *within]):
-        return pickle.dumps((sys.path, cloudpickle.dumps((function, args))))
-
-
-@contextmanager
-def _by_value(objects: Sequence[Any]) -> Iterator[None]:
-    """Sends the modules that the callables come from along: a rank cannot import a test file by its name."""
-    fields = [field for each in objects if is_dataclass(each) for field in vars(each).values()]
-    modules = {inspect.getmodule(inspect.unwrap(each)) for each in [*objects, *fields] if callable(each)}
-    registered = []
-    for module in modules:
-        if module is None or module.__name__ == "__main__" or not getattr(module, "__file__", None):
-            continue
-        if module.__name__.partition(".")[0] in ("zeco_compile", "torch") or "site-packages" in str(
-            module.__file__
-        ):
-            continue
-        if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
-            cloudpickle.register_pickle_by_value(module)
-            registered.append(module)
-    try:
-        yield
-    finally:
-        for module in registered:
-            cloudpickle.unregister_pickle_by_value(module)
+def _job(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Where modules are found in this process now, and what to call."""
+    return pickle.dumps((sys.path, dumps_by_value(function, args)))
 
 
 _POOLS: dict[tuple[int, float], Pool] = {}

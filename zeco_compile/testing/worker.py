@@ -20,11 +20,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
 from zeco_compile.kernels.errors import ZecoError
+from zeco_compile.testing.pickling import dumps
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class _ByMessage(BaseException):
 
 def _dumps(outcome: Outcome) -> bytes:
     try:
-        answer = cloudpickle.dumps(outcome)
+        answer = dumps(outcome)
         pickle.loads(answer)  # many exceptions pickle, but cannot be built again from their arguments
         return answer
     except Exception as error:
         if outcome.error is None:
             return _dumps(_raised(outcome.rank, TypeError(f"the result cannot be sent back: {error}")))
-        return cloudpickle.dumps(replace(outcome, error=_ByMessage(outcome.error)))
+        return dumps(replace(outcome, error=_ByMessage(outcome.error)))
 
 
 def _follow_parent(parent: int) -> None:
