@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,25 +17,9 @@ from zeco_compile.lowering.groups import InvalidGroup
 from zeco_compile.sequence import gather_sequence, shard_sequence
 
 
-def _load_rank_pool() -> Any:
-    path = Path(__file__).parents[1] / "lowering" / "rank_pool.py"
-    spec = importlib.util.spec_from_file_location("zeco_rank_pool", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault("zeco_rank_pool", module)
-    spec.loader.exec_module(module)
-    return module
-
-
-RankPool = _load_rank_pool().RankPool
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Any]:
-    made = RankPool(3)
-    yield made
-    made.close()
+@pytest.fixture
+def pool(ranks: Any) -> Any:
+    return ranks(3)
 
 
 def test_on_one_rank_they_copy() -> None:
@@ -140,13 +120,9 @@ def test_outside_the_group(pool: Any) -> None:
     assert isinstance(results[2], InvalidGroup)
 
 
-def test_a_rank_that_does_not_gather() -> None:
-    lonely = RankPool(2, timeout_seconds=2)
-    try:
-        (result, _) = lonely.run(_gather_alone, ranks=[0], errors=True, seconds=30)
-        assert isinstance(result, RankMissing)
-    finally:
-        lonely.close()
+def test_a_rank_that_does_not_gather(fresh_ranks: Any) -> None:
+    (result, _) = fresh_ranks(2, timeout_seconds=2).run(_gather_alone, ranks=[0], errors=True, seconds=30)
+    assert isinstance(result, RankMissing)
 
 
 def _gather_alone(rank: int) -> None:

@@ -1,0 +1,82 @@
+"""Real gloo processes for the test modules that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from zeco_compile.testing import run_on_ranks
+from zeco_compile.testing.pool import Pool, raise_failures
+from zeco_compile.testing.worker import Outcome
+
+
+class Ranks:
+    """``world_size`` gloo processes that all tests share, kept alive from one call to the next."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: list[int] | None = None,
+        errors: bool = False,
+        seconds: float = 240.0,
+    ) -> list[Any]:
+        """``function(rank, *args)`` on every rank (or on ``ranks``, with None for the others), within ``seconds``.
+
+        What a rank raised is its result with ``errors``, and is raised here otherwise.
+        """
+        outcomes = self._outcomes(seconds, function, ranks, *args)
+        asked = [each for each in outcomes if ranks is None or each.rank in ranks]
+        raise_failures([each for each in asked if not (errors and each.status == "raised")])
+        return [each.error if each.status == "raised" else each.value for each in outcomes]
+
+    def _outcomes(self, seconds: float, *args: Any) -> list[Outcome]:
+        return run_on_ranks(_with_rank, *args, world_size=self.world_size, timeout=seconds, check=False)
+
+
+class FreshRanks(Ranks):
+    """Processes for one test, which may break them."""
+
+    def __init__(self, world_size: int, timeout_seconds: float = 60.0) -> None:
+        super().__init__(world_size)
+        self._pool = Pool(world_size, timeout_seconds)
+
+    def _outcomes(self, seconds: float, *args: Any) -> list[Outcome]:
+        return self._pool.run(_with_rank, args, seconds)
+
+    def kill(self, rank: int) -> None:
+        self._pool.kill(rank)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def _with_rank(function: Callable[..., Any], ranks: list[int] | None, *args: Any) -> Any:
+    rank = dist.get_rank()
+    return function(rank, *args) if ranks is None or rank in ranks else None
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Callable[[int], Ranks]:
+    """``ranks(P)``: P processes, the same ones for every test."""
+    return Ranks
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[Callable[..., FreshRanks]]:
+    """``fresh_ranks(P, timeout_seconds)``: processes that this test may break."""
+    made: list[FreshRanks] = []
+
+    def pool(world_size: int, timeout_seconds: float = 60.0) -> FreshRanks:
+        made.append(FreshRanks(world_size, timeout_seconds))
+        return made[-1]
+
+    yield pool
+    for each in made:
+        each.close()
