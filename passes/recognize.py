@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,19 +81,27 @@ class Recognition:
     attempts: list[tuple[fx.Node, str]] = field(default_factory=list)
 
 
+RUNNING_SUM = "a running sum, which may be a part of something larger"
+
+
 def recognize(
-    analysis: Analysis, handled: Callable[[fx.Node], bool], *, running_sums: bool = False
+    analysis: Analysis,
+    handled: Callable[[fx.Node], bool],
+    *,
+    running_sums: bool = False,
+    not_again: Container[fx.Node] = (),
 ) -> Recognition:
     """All regions, none overlapping. Fills `analysis.states`.
 
     A running sum is linear attention too (q = k = 1, no decay), but most are a part of something larger, the sums
-    of a gate above all. They are taken with `running_sums` only, once all else has been found.
+    of a gate above all. They are taken with `running_sums` only, once all else has been found. Nodes of the user's
+    graph where it is known already that no region ends are passed over: `not_again`.
     """
     found = Recognition()
 
     def settle(user_node: fx.Node) -> bool:
         outputs = [n for n in analysis.escapes(user_node) if _is_exit(analysis, n)]
-        if len(outputs) != 1:
+        if len(outputs) != 1 or user_node in not_again:
             return False
         match, reason = _match(analysis, outputs[0], running_sums)
         if match is None:
@@ -132,6 +140,8 @@ def _match(analysis: Analysis, output: fx.Node, running_sums: bool) -> tuple[Mat
     if region is None:
         return None, "it has too many inputs, or one that is no value of each position"
     analysis = analysis.of_region(region.inputs, region.interior)
+    if len(analysis.track.sequence_dims(region.output)) != 1:
+        return None, "by itself it does not show which rows of its result belong to which positions"
     rounded = _rounded_inside(region, analysis)
     if rounded is not None:
         return None, (
@@ -141,13 +151,20 @@ def _match(analysis: Analysis, output: fx.Node, running_sums: bool) -> tuple[Mat
     reason = "no way to read its inputs as q, k, v and a gate fits the recurrence"
     variants = [region]
     if piecewise(region, analysis):
+        try:
+            if (
+                analysis.length > 2
+            ):  # what one piece shows already need not be found out again for each variant
+                next(find_roles(region, analysis, _affordable(region, analysis, analysis.length)), None)
+        except (NotLinearAttention, CannotEvaluate) as why:
+            return None, str(why)
         variants = [*carrying(region, analysis), region]
     for variant in variants:
         try:
             first, *rest = _probe_sizes(variant, analysis)
             for roles in find_roles(variant, analysis, first):
                 if roles.is_running_sum and not running_sums:
-                    reason = "a running sum, which may be a part of something larger"
+                    reason = RUNNING_SUM
                     continue
                 match = _checked(variant, analysis, roles, (first, *rest))
                 if match is not None:
@@ -286,7 +303,11 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     needed = [*roles.q, *roles.k, *roles.v, *([gate_node] if gate_node is not None else [])]
     if roles.initial_state is not None:
         needed.append(roles.initial_state)
-    values = {node: _holder(analysis, node, order[end], order) for node in needed}
+    held = shadow.holders(order, order[end])
+    for node in needed:
+        if node not in held:
+            raise NotLinearAttention(f"the value `{node}` that it needs has been overwritten by then")
+    values = {node: held[node] for node in needed}
     dtype = region.output.meta["val"].dtype
     operand_dtype = _promoted([*roles.q, *roles.k, *roles.v], dtype)
 
@@ -349,23 +370,6 @@ def _promoted(nodes: Sequence[fx.Node], default: torch.dtype) -> torch.dtype:
         own = node.meta["val"].dtype
         dtype = own if dtype is None else torch.promote_types(dtype, own)
     return default if dtype is None else dtype
-
-
-def _holder(analysis: Analysis, node: fx.Node, at: int, order: dict[fx.Node, int]) -> fx.Node:
-    """The node of the user's graph that holds this value right behind position `at`."""
-    shadow = analysis.shadow
-    latest: dict[fx.Node, fx.Node | None] = {}
-    when: dict[fx.Node, int] = {}
-    for user, made in shadow.value.items():
-        if order.get(user, at + 1) <= at:
-            latest[user], when[user] = made if isinstance(made, fx.Node) else None, order[user]
-    for (user, argument), read in shadow.reads.items():
-        if order.get(user, at + 1) <= at and when.get(argument, -1) <= order[user]:
-            latest[argument], when[argument] = read if isinstance(read, fx.Node) else None, order[user]
-    for holder, value in latest.items():
-        if value is node:
-            return holder
-    raise NotLinearAttention(f"the value `{node}` that it needs has been overwritten by then")
 
 
 def _size_source(analysis: Analysis, values: dict[fx.Node, fx.Node], atom: Atom) -> tuple[fx.Node, int]:

@@ -168,8 +168,16 @@ class Report:
         return None if any(amount is None for amount in amounts) else sum(amount or 0 for amount in amounts)
 
 
+STANDS_FOR = "zeco_stands_for"
+
+
 def op_name(node: fx.Node) -> str:
-    """A readable name of what a node does: "torch.sin", "aten.add.Tensor", "Tensor.view", "output"."""
+    """A readable name of what a node does: "torch.sin", "aten.add.Tensor", "Tensor.view", "output".
+
+    A node that stands in for one of the user's has the name of that one, which a pass leaves in `STANDS_FOR`.
+    """
+    if STANDS_FOR in node.meta:
+        return str(node.meta[STANDS_FOR])
     if node.op == "call_method":
         return f"Tensor.{node.target}"
     if node.op != "call_function":

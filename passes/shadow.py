@@ -11,7 +11,7 @@ reader means another version.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,25 @@ class Shadow:
     def tensors_made(self, node: fx.Node) -> list[fx.Node]:
         """The ATen nodes of the tensors that `node` returned."""
         return [leaf for leaf in pytree.tree_leaves(self.value.get(node)) if isinstance(leaf, fx.Node)]
+
+    def holders(self, order: Mapping[fx.Node, int], at: int) -> dict[fx.Node, fx.Node]:
+        """Which node of the user's graph holds an ATen node's value right behind the node at position `at`.
+
+        `order` has the positions; nodes that are not in it (made since) hold nothing.
+        """
+        latest: dict[fx.Node, Any] = {}
+        when: dict[fx.Node, int] = {}
+        for user, made in self.value.items():
+            if order.get(user, at + 1) <= at:
+                latest[user], when[user] = made, order[user]
+        for (user, argument), read in self.reads.items():
+            if order.get(user, at + 1) <= at and when.get(argument, -1) <= order[user]:
+                latest[argument], when[argument] = read, order[user]
+        out: dict[fx.Node, fx.Node] = {}
+        for holder, value in latest.items():
+            if isinstance(value, fx.Node):
+                out.setdefault(value, holder)
+        return out
 
 
 class _Recorder(fx.Interpreter):

@@ -1,6 +1,7 @@
 """The rewriting of a graph, pass by pass: each analyses the graph as the one before has left it.
 
 by name         operators of this package, called or substituted, get their group
+loops           what the steps of a loop compute from their own tokens alone moves out of it
 by meaning      regions that compute linear attention become the operator
 running sums    what remains of cumulative sums
 length          numbers that the code computes from the length get the whole one
@@ -19,7 +20,7 @@ from torch import fx
 from zeco_compile.debug import DebugDump
 from zeco_compile.lowering import volume
 from zeco_compile.lowering.all_scan import resolve_schedule
-from zeco_compile.passes import by_name, gather, length, recognize, shard, verify
+from zeco_compile.passes import by_name, gather, length, loops, recognize, shard, verify
 from zeco_compile.passes.analysis import Analysis, analyse
 from zeco_compile.passes.branches import refuse_constant_slices
 from zeco_compile.passes.masks import CausalMask
@@ -79,6 +80,7 @@ def rewrite(
     report.seq_inputs = {i.name: i.along for i in first.inputs if i.kind == "argument"}
     passes: list[tuple[str, Callable[[_Rewriting, Analysis, PassRecord], None]]] = [
         ("by_name", _by_name),
+        ("loops", _loops),
         ("by_meaning", _by_meaning),
     ]
     if ranks.world_size > 1:
@@ -164,8 +166,15 @@ def _by_name(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     record.matches = len(found)
 
 
+def _loops(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = loops.lift_steps(analysis, work.report.decisions)
+
+
 def _by_meaning(work: _Rewriting, analysis: Analysis, record: PassRecord, running_sums: bool = False) -> None:
-    recognition = recognize.recognize(analysis, shard.will_be_handled(analysis), running_sums=running_sums)
+    hopeless = {node for node, why in work.attempts if why != recognize.RUNNING_SUM} if running_sums else ()
+    recognition = recognize.recognize(
+        analysis, shard.will_be_handled(analysis), running_sums=running_sums, not_again=hopeless
+    )
     if not running_sums:
         work.attempts = recognition.attempts
     for match in recognition.matches:

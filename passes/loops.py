@@ -1,0 +1,600 @@
+"""Moves out of a loop over the sequence what its steps compute from one token each.
+
+People project inside of the step: `g = sigmoid(self.gate(x[:, t]))`, and after it: `outs.append(self.out(o))`.
+Unrolled, that is one small graph for each token, and the recurrence lies in the middle. What a step computes from
+its own token alone, for every token in the same way, is the same function applied to all tokens at once, and a row
+of the result: `sigmoid(gate(x))[:, t]`. What it does to its output alone can be done once they are put together.
+Both hold whatever is computed, so nothing has to be recognised first; what is left of the loop is the recurrence,
+over whole tensors, and `recognize` takes it from there.
+
+The functions are found in the shadow, where a value is a value and not a variable, and are batched by
+`torch.vmap`. They go into the user's graph as ATen.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from zeco_compile.lowering.torch_private import storage_key
+from zeco_compile.passes import torch_private
+from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
+from zeco_compile.passes.schema import argument, operand, operands
+
+log = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+_VIEWS = frozenset(
+    {
+        aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int, aten.t.default,
+        aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.squeeze.dims, aten.select.int,
+        aten.slice.Tensor, aten.alias.default, aten.detach.default, aten.clone.default, operator.getitem,
+        aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
+    }
+)  # fmt: skip
+"""What moves elements only: alone it is no reason to rewrite a loop."""
+
+_SPREADING = (aten.expand.default, aten.repeat.default, aten.expand_copy.default)
+
+
+@dataclass(eq=False)
+class _Family:
+    """One value in every step: `steps[t]` are the ATen nodes that hold it in step t (more than one where the code
+    computes it twice). `source` is what it is a row of, else `node` shows how it is computed from others."""
+
+    node: fx.Node
+    computes: bool
+    own: int
+    """Elements in one step, those that are only spread not counted."""
+    steps: dict[int, list[fx.Node]] = field(default_factory=dict)
+    source: fx.Node | None = None
+    dim: int = 0
+    keeps_dim: bool = False
+
+
+class _Unable(Exception):
+    """A function cannot be moved; the loop stays as it is."""
+
+
+def lift_steps(analysis: Analysis, decisions: list[Decision]) -> int:
+    """Rewrites the graph of `analysis`; returns how many functions were moved.
+
+    With a length of one, or a symbolic one, there is no loop to be seen, and nothing is done.
+    """
+    if not isinstance(analysis.length, int) or analysis.length < 2:
+        return 0
+    families = _find(analysis)
+    if not families:
+        return 0
+    emitter = _Emitter(analysis, families, decisions)
+    moved = emitter.lift()
+    return moved + emitter.sink()
+
+
+# ------------------------------------------------------------------------------------------------------- finding
+
+
+def _find(analysis: Analysis) -> dict[fx.Node, _Family]:
+    """The complete families: nodes of the shadow -> the family whose step they are."""
+    length = analysis.length
+    known: dict[Any, _Family] = {}
+    of: dict[fx.Node, tuple[_Family, int]] = {}
+    constants: dict[Any, fx.Node] = {}
+
+    def same(leaf: Any) -> Any:
+        """What is the same in every step: a family for its values, one node for constants made alike."""
+        if not isinstance(leaf, fx.Node):
+            return repr(leaf)
+        if leaf in of:
+            return of[leaf][0]
+        if analysis.is_constant(leaf) and leaf.op == "call_function" and not leaf.all_input_nodes:
+            return constants.setdefault((leaf.target, repr(leaf.args), repr(leaf.kwargs)), leaf)
+        return leaf
+
+    for node in analysis.shadow.graph.nodes:
+        if node.op != "call_function":
+            continue
+        taken = _takes_row(analysis, node)
+        if taken is not None:
+            source, dim, keeps_dim, t = taken
+            key: Any = ("row", source, dim, keeps_dim)
+            made = _Family(node, False, _elements(node), source=source, dim=dim, keeps_dim=keeps_dim)
+        else:
+            within = [of[source] for source in node.all_input_nodes if source in of]
+            steps = {t for _, t in within}
+            if len(steps) != 1:
+                continue
+            own = _own_elements(node, [(f.node, f.own) for f, _ in within])
+            if own is None:
+                continue
+            (t,) = steps
+            flat, spec = pytree.tree_flatten((node.args, node.kwargs))
+            key = (node.target, repr(spec), tuple(same(leaf) for leaf in flat))
+            computes = node.target not in _VIEWS or any(f.computes for f, _ in within)
+            made = _Family(node, computes, own)
+        family = known.setdefault(key, made)
+        family.steps.setdefault(t, []).append(node)
+        of[node] = family, t
+    return {n: f for n, (f, _) in of.items() if len(f.steps) == length}
+
+
+def _takes_row(analysis: Analysis, node: fx.Node) -> tuple[fx.Node, int, bool, int] | None:
+    """(source, dimension, whether it is kept, t) of a node that reads row t along the whole sequence."""
+    if node.target in (aten.select.int, aten.slice.Tensor):
+        source = operand(node, 0)
+        dim = argument(node, "dim", 0)
+        start = argument(node, "index" if node.target is aten.select.int else "start")
+        keeps_dim = node.target is aten.slice.Tensor
+    elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        several = node.args[0]
+        if several.target not in (aten.unbind.int, aten.split.Tensor):
+            return None
+        source = operand(several, 0)
+        dim = argument(several, "dim", 0)
+        start = node.args[1]
+        keeps_dim = several.target is aten.split.Tensor
+        if keeps_dim and argument(several, "split_size") != 1:
+            return None
+    else:
+        return None
+    shape = source.meta["val"].shape
+    dim %= len(shape)
+    start = 0 if start is None else start
+    axes = analysis.track.axes
+    along = analysis.track.sequence_dims(source)
+    if along != [dim] or axes.flat(analysis.track.dims(source)[dim]) != axes.flat((axes.sequence,)):
+        return None
+    if not isinstance(start, int) or (keeps_dim and node.meta["val"].shape[dim] != 1):
+        return None
+    return source, dim, keeps_dim, start % analysis.length
+
+
+def _own_elements(node: fx.Node, operands: Sequence[tuple[fx.Node, int]]) -> int | None:
+    """How many elements the op makes of the step's values, those that are only spread not counted; None if it must
+    not be applied to all tokens at once. `operands` are the step's values, with the same of each.
+
+    The outer product of k and v is computed from one token, too, but to hold it for all of them is what linear
+    attention is there to avoid: an op that combines values may not make more of them than it is given.
+    """
+    target = node.target
+    largest, made = max(own for _, own in operands), _elements(node)
+    if target is operator.getitem:
+        return min(largest, made)
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+        return None
+    if target in _VIEWS or target in _SPREADING:
+        return min(largest, made)
+    combines = len(operands) > 1 or torch.Tag.pointwise in target.tags
+    return None if combines and made > largest else made
+
+
+def _elements(node: fx.Node) -> int:
+    return sum(
+        int(leaf.numel()) for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ emitting
+
+
+@dataclass(frozen=True)
+class _Place:
+    """In front of `before`, where the values hold that there are right behind the user's node number `index`."""
+
+    before: fx.Node
+    index: int
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A value for all tokens, the sequence first: node(s) of the user's graph, and what they look like."""
+
+    value: Any
+    fake: Any
+
+
+class _Emitter:
+    """Writes families into the user's graph."""
+
+    def __init__(
+        self, analysis: Analysis, family_of: dict[fx.Node, _Family], decisions: list[Decision]
+    ) -> None:
+        self.analysis, self.family_of, self.decisions = analysis, family_of, decisions
+        self.shadow, self.graph = analysis.shadow, analysis.gm.graph
+        self.order = {node: i for i, node in enumerate(self.graph.nodes)}
+        self.mutable = _mutable_holders(analysis)
+        self.reads: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
+        for (user, read), value in self.shadow.reads.items():
+            if isinstance(value, fx.Node):
+                self.reads.setdefault(value, []).append((user, read))
+        self.position = {node: i for i, node in enumerate(self.shadow.graph.nodes)}
+        self.held: dict[int, dict[fx.Node, fx.Node]] = {}
+        self.wholes: dict[_Family, Any] = {}
+        self.made: list[fx.Node] = []
+        self.fake_mode = torch_private.fake_inputs(analysis.gm, analysis.example_inputs)[0]
+
+    # ------------------------------------------------------------------------------------------ before the loop
+
+    def lift(self) -> int:
+        """Computes what the steps compute from their own tokens for all tokens, and gives each step its row."""
+        moved = 0
+        for family in dict.fromkeys(self.family_of.values()):
+            # Who writes into what it reads needs a value of its own, and keeps it.
+            readers = [
+                (user, read, t)
+                for t, nodes in family.steps.items()
+                for node in nodes
+                for user, read in self.reads.get(node, ())
+                if read not in self.mutable
+            ]
+            spread = family.own < _elements(family.node)  # the reader spreads a row as well
+            if not family.computes or not readers or spread:
+                continue
+            try:
+                whole = self.whole(family)
+            except _Unable as why:
+                log.debug("`%s` stays in the loop: %s", family.node, why)
+                continue
+            for user, read, t in readers:
+                with self.graph.inserting_before(user):
+                    row = self.call(read, aten.select.int, whole.value, 0, t)
+                row.meta[STANDS_FOR] = op_name(read)
+                user.replace_input_with(read, row)
+            moved += 1
+            self.report(family.node, "computed for all tokens at once")
+        self.sweep()
+        return moved
+
+    def whole(self, family: _Family) -> _Whole:
+        """The family for all tokens, the sequence first, computed before its first step. Raises _Unable."""
+        if family not in self.wholes:
+            users = [self.shadow.origin[n] for nodes in family.steps.values() for n in nodes]
+            first = min(users, key=self.order.__getitem__)
+            at = _Place(first, self.order[first] - 1)
+            if family.source is not None:
+                source, fake = self.outer(family.source, at), family.source.meta["val"]
+                dim = family.dim
+                order = [dim, *(d for d in range(fake.dim()) if d != dim)]
+                with self.graph.inserting_before(first), self.fake_mode:
+                    made, fake = self.call(first, aten.permute.default, source, order), fake.permute(order)
+                    if (
+                        not fake.is_contiguous()
+                    ):  # or a projection of it becomes one small product for each token
+                        made, fake = self.call(first, aten.contiguous.default, made), fake.contiguous()
+                    if family.keeps_dim:
+                        made = self.call(first, aten.unsqueeze.default, made, dim + 1)
+                        fake = fake.unsqueeze(dim + 1)
+                self.wholes[family] = _Whole(made, fake)
+            else:
+                self.wholes[family] = self.batched(family.node, lambda leaf: self.leaf(leaf, at), at)
+        return self.wholes[family]
+
+    def leaf(self, leaf: fx.Node, at: _Place) -> _Whole | fx.Node:
+        """An operand: of all tokens, or the one of all steps."""
+        return self.whole(self.family_of[leaf]) if leaf in self.family_of else self.outer(leaf, at)
+
+    def holders(self, index: int) -> dict[fx.Node, fx.Node]:
+        if index not in self.held:
+            self.held[index] = self.shadow.holders(self.order, index)
+        return self.held[index]
+
+    def outer(self, node: fx.Node, at: _Place) -> fx.Node:
+        """A value that is the same in every step, as a node of the user's graph. Raises _Unable."""
+        holder = self.holders(at.index).get(node)
+        if holder is not None:
+            return holder
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(
+            node.target, "tags", ()
+        ):
+            raise _Unable(f"`{node}` has been overwritten by then")
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.outer(n, at))
+        with self.graph.inserting_before(at.before):
+            return self.call(at.before, node.target, *args, **kwargs)
+
+    def batched(self, node: fx.Node, operand_of: Callable[[fx.Node], _Whole | fx.Node], at: _Place) -> _Whole:
+        """The op of `node` for all tokens; its operands as `operand_of` gives them. Raises _Unable."""
+        given = {n: operand_of(n) for n in node.all_input_nodes}
+        if node.target is operator.getitem:  # of an op with several results
+            (several,) = given.values()
+            assert isinstance(several, _Whole), "an item of a family is of a family"
+            index: Any = node.args[1]
+            return _Whole(several.value[index], several.fake[index])
+        names = [n for n in given if isinstance(n.meta.get("val"), torch.Tensor)]
+
+        def function(*values: torch.Tensor) -> Any:
+            now = dict(zip(names, values, strict=True))
+            known = {n: now[n] if n in now else n.meta["val"] for n in given}
+            args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+        wholes = [each if isinstance(each, _Whole) else None for each in map(given.__getitem__, names)]
+        fakes = [n.meta["val"] if w is None else w.fake for n, w in zip(names, wholes, strict=True)]
+        dims = tuple(None if w is None else 0 for w in wholes)
+        with self.fake_mode, torch.no_grad():
+            traced = make_fx(torch.vmap(function, in_dims=dims, out_dims=0))(*fakes)
+        env: dict[fx.Node, Any] = {}
+        waiting = iter(names)
+        result, fake = None, None
+        like = self.shadow.origin[node]
+        with self.graph.inserting_before(at.before):
+            for each in traced.graph.nodes:
+                if each.op == "placeholder":
+                    operand_ = given[next(waiting)]
+                    env[each] = operand_.value if isinstance(operand_, _Whole) else operand_
+                elif each.op == "call_function":
+                    args, kwargs = fx.map_arg((each.args, each.kwargs), env.__getitem__)
+                    # Strides are those of the trace; what the loop is replaced with may have others.
+                    reshapes = each.target in (aten.view.default, aten._unsafe_view.default)
+                    target = aten.reshape.default if reshapes else each.target
+                    env[each] = self.call(like, target, *args, **kwargs)
+                elif each.op == "output":
+                    result = fx.map_arg(each.args[0], env.__getitem__)
+                    fake = fx.map_arg(each.args[0], lambda n: n.meta["val"])
+                else:
+                    raise _Unable(f"`{node.target}` needs a constant")
+        return _Whole(result, fake)
+
+    def call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = self.graph.call_function(target, args, kwargs)
+        if "stack_trace" in like.meta:
+            made.meta["stack_trace"] = like.meta["stack_trace"]
+        self.made.append(made)
+        return made
+
+    # ------------------------------------------------------------------------------------------- after the loop
+
+    def sink(self) -> int:
+        """Applies what the steps do to their outputs once, to all of them put together."""
+        moved = 0
+        for node in self.shadow.graph.nodes:
+            collected = _collected(self.analysis, node)
+            if collected is None or node not in self.shadow.origin:
+                continue
+            cut = self._cut(self._cuts(collected.steps), self.holders(self.order[self.shadow.origin[node]]))
+            if not any(link.target not in _VIEWS for link in cut.links):
+                continue
+            try:
+                self._put_together(node, collected, cut)
+            except _Unable as why:
+                log.debug("`%s` stays in the loop: %s", cut.links[-1], why)
+                continue
+            moved += 1
+            self.report(cut.links[-1], "computed once for the outputs of all steps")
+        return moved
+
+    def _cuts(self, steps: list[fx.Node]) -> list[_Cut]:
+        """Backwards from what is put together: the places where all that a step still does depends on one value."""
+        cuts = [_Cut([], steps)]
+        links: list[fx.Node] = []
+        open_ = {steps[0]: steps}  # values to be explained, by that of step 0
+        while True:
+            first = max(open_, key=self.position.__getitem__)
+            values = open_.pop(first)
+            operands_ = None if self._carried(values) else self._operands(values)
+            if operands_ is None:
+                return cuts
+            links.append(first)
+            open_.update({each[0]: each for each in operands_})
+            if len(open_) == 1:
+                cuts.append(_Cut(list(links), next(iter(open_.values()))))
+
+    def _operands(self, now: list[fx.Node]) -> list[list[fx.Node]] | None:
+        """The operands that the steps' own families do not explain, for all steps, if all compute `now` alike."""
+        first = now[0]
+        if any(n.op != "call_function" or n.target is not first.target or n in self.family_of for n in now):
+            return None
+        flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in now]
+        if any(spec != flat[0][1] for _, spec in flat) or any(n not in self.shadow.origin for n in now):
+            return None
+        late: dict[Any, list[fx.Node]] = {}
+        for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+            if all(isinstance(leaf, fx.Node) for leaf in leaves):
+                values = list(leaves)
+                if not self._explained(values) and late.setdefault(values[0], values) != values:
+                    return None
+            elif any(repr(leaf) != repr(leaves[0]) for leaf in leaves):
+                return None
+        beside = [(n, self.family_of[n].own) for n in first.all_input_nodes if n in self.family_of]
+        given = [(n, _elements(n)) for n in late]
+        if not late or _own_elements(first, [*given, *beside]) is None:
+            return None
+        return list(late.values())
+
+    def _explained(self, leaves: Sequence[Any]) -> bool:
+        """One node in all steps, or the steps of one family in order."""
+        if all(leaf is leaves[0] for leaf in leaves):
+            return True
+        family = self.family_of.get(leaves[0])
+        return family is not None and all(leaf in family.steps.get(t, ()) for t, leaf in enumerate(leaves))
+
+    def _carried(self, values: list[fx.Node]) -> bool:
+        """The value of one step is computed from that of the step before."""
+        before, stack, seen = values[0], [values[1]], set()
+        while stack:
+            for source in stack.pop().all_input_nodes:
+                if source is before:
+                    return True
+                later = self.position[source] > self.position[before]
+                if later and source not in seen and source not in self.family_of:
+                    seen.add(source)
+                    stack.append(source)
+        return False
+
+    def _cut(self, cuts: list[_Cut], held: dict[fx.Node, fx.Node]) -> _Cut:
+        """Where to cut, so that what is put together is what has been read out of the state, or the state itself
+        where it is no larger than a token; and has a name of its own: behind what is one op to the user."""
+        largest = max((_elements(f.node) for f in self.family_of.values()), default=0)
+        read = [i for i, cut in enumerate(cuts) if self._reads_out(cut.values[0])]
+        small = [i for i, cut in enumerate(cuts) if _elements(cut.values[0]) <= largest]
+        at = (read or small or [0])[-1]
+        while at and any(each not in held for each in cuts[at].values):
+            at -= 1
+        return _Cut(cuts[at].links, cuts[at].values, [held.get(each, each) for each in cuts[at].values])
+
+    def _reads_out(self, node: fx.Node) -> bool:
+        """It contracts the state with a value of the step, a query: a product of matrices, or the sum over one."""
+        if node.target in (aten.bmm.default, aten.mm.default, aten.mv.default, aten.dot.default):
+            return any(n in self.family_of for n in node.all_input_nodes)
+        if node.target not in (aten.sum.dim_IntList, aten.sum.default):
+            return False
+        before = operand(node, 0)
+        while before.target in _VIEWS:
+            before = operand(before, 0)
+        return before.target is aten.mul.Tensor and any(n in self.family_of for n in before.all_input_nodes)
+
+    def _put_together(self, node: fx.Node, collected: _Collected, cut: _Cut) -> None:
+        """Puts what is at `cut` together and does the rest to all of it, instead of `node`. Raises _Unable."""
+        end = self.shadow.origin[node]
+        at = _Place(end.next, self.order[end])
+        readers = self._later_readers(node, end)
+        with self.graph.inserting_before(at.before), self.fake_mode:
+            stacked = self.call(end, torch.stack, cut.holders, 0)
+            whole = _Whole(stacked, torch.stack([each.meta["val"] for each in cut.values], 0))
+        known = {cut.values[0]: whole}
+        for link in reversed(cut.links):
+            known[link] = self.batched(link, lambda n: known[n] if n in known else self.leaf(n, at), at)
+        made = known[collected.steps[0]].value
+        with self.graph.inserting_before(at.before):
+            if collected.keeps_dim:
+                made = self.call(end, aten.squeeze.dim, made, collected.dim + 1)
+            order = list(range(1, node.meta["val"].dim()))
+            order.insert(collected.dim, 0)
+            made = self.call(end, aten.permute.default, made, order)
+            made = self.call(end, aten.contiguous.default, made)  # as it was; the user may take a view
+        for user, read in readers:
+            user.replace_input_with(read, made)
+
+    def _later_readers(self, node: fx.Node, end: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """Who reads the collected outputs. Raises _Unable where somebody writes into them later on."""
+        readers = []
+        for user, read in self.reads.get(node, ()):
+            if self.order[user] <= self.order[end]:
+                continue
+            if read in self.mutable and self._written_after(read, end):
+                raise _Unable(f"`{read}` is written to later on")
+            readers.append((user, read))
+        if not readers:
+            raise _Unable("nobody reads them by that name")
+        return readers
+
+    def _written_after(self, holder: fx.Node, end: fx.Node) -> bool:
+        storage = _storage(holder)
+        versions: dict[fx.Node, set[Any]] = {}
+        for (user, read), value in self.shadow.reads.items():
+            if self.order[user] > self.order[end] and (storage is None or _storage(read) == storage):
+                versions.setdefault(read, set()).add(_comparable(value))
+        return any(len(each) > 1 for each in versions.values())
+
+    # ------------------------------------------------------------------------------------------------ afterwards
+
+    def sweep(self) -> None:
+        """Drops what nobody reads any more: nodes of families, and rows that were made for them."""
+        mine = {self.shadow.origin[n] for n in self.family_of} | set(self.made)
+        for node in reversed(list(self.graph.nodes)):
+            if node in mine and not node.users and not any(s in self.mutable for s in node.all_input_nodes):
+                self.graph.erase_node(node)
+
+    def report(self, node: fx.Node, what: str) -> None:
+        user_node = self.shadow.origin[node]
+        self.decisions.append(
+            Decision(
+                str(user_node), op_name(user_node), "moved out of the loop", user_location(user_node), what
+            )
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ outputs
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """`links` are the ops of step 0 that lead from `values` to what is put together, nearest to it first; `values`
+    are the steps' values, in the user's graph `holders`."""
+
+    links: list[fx.Node]
+    values: list[fx.Node]
+    holders: list[fx.Node] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """The values of all steps, in order, along `dim` of one tensor; each has a dimension of one there if
+    `keeps_dim`."""
+
+    steps: list[fx.Node]
+    dim: int
+    keeps_dim: bool
+
+
+_WRITES = (aten.select_scatter.default, aten.slice_scatter.default)
+
+
+def _collected(analysis: Analysis, node: fx.Node) -> _Collected | None:
+    """What `node` puts together, if that is one value for each token."""
+    length = analysis.length
+    if node.target in (aten.stack.default, aten.cat.default):
+        steps = operands(node)
+        dim = argument(node, "dim", 0) % node.meta["val"].dim()
+        keeps_dim = node.target is aten.cat.default
+        if len(steps) != length or (keeps_dim and any(s.meta["val"].shape[dim] != 1 for s in steps)):
+            return None
+        return _Collected(steps, dim, keeps_dim)
+    if node.target not in _WRITES or any(
+        user.target in _WRITES and user.args[0] is node for user in node.users
+    ):
+        return None
+    keeps_dim = node.target is aten.slice_scatter.default
+    dim = argument(node, "dim", 0) % node.meta["val"].dim()
+    written: dict[int, fx.Node] = {}
+    current = node
+    while current.target is node.target and argument(current, "dim", 0) % current.meta["val"].dim() == dim:
+        start = argument(current, "start" if keeps_dim else "index")
+        value = operand(current, 1)
+        if not isinstance(start, int) or (keeps_dim and value.meta["val"].shape[dim] != 1):
+            return None
+        written.setdefault(start % length, value)
+        current = operand(current, 0)
+    whole = node.meta["val"]
+    alike = all(v.meta["val"].dtype == whole.dtype for v in written.values())
+    if len(written) != length or whole.shape[dim] != length or not alike:
+        return None
+    return _Collected([written[t] for t in range(length)], dim, keeps_dim)
+
+
+# ----------------------------------------------------------------------------------------------------- mutation
+
+
+def _mutable_holders(analysis: Analysis) -> set[fx.Node]:
+    """Nodes of the user's graph whose tensors are written to at some time, under this name or another one."""
+    versions: dict[fx.Node, set[Any]] = {}
+    for holder, value in analysis.shadow.value.items():
+        versions.setdefault(holder, set()).add(_comparable(value))
+    for (_, read), value in analysis.shadow.reads.items():
+        versions.setdefault(read, set()).add(_comparable(value))
+    written = {holder for holder, each in versions.items() if len(each) > 1}
+    storages = {_storage(holder) for holder in written}
+    return {h for h in versions if h in written or (storages and _storage(h) in (None, *storages))}
+
+
+def _comparable(value: Any) -> Any:
+    """The version of a tensor, or of several."""
+    return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node))
+
+
+def _storage(holder: fx.Node) -> int | None:
+    """The memory of a node's tensor as Dynamo traced it, None where that is not known."""
+    value = holder.meta.get("example_value")
+    return storage_key(value) if isinstance(value, torch.Tensor) else None
