@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"families": ["none"], "or_refused": True}
+EXPECTED = {"families": ["none"]}
 LOCAL_LENGTHS = (5,)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"families": ["constant per head"], "or_refused": True}
+EXPECTED = {"families": ["constant per head"]}
 LOCAL_LENGTHS = (5,)
 
 

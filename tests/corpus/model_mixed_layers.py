@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-EXPECTED = {"families": ["constant per head", "per channel"], "or_refused": True}
+EXPECTED = {"families": ["constant per head", "per channel"]}
 LOCAL_LENGTHS = (5,)
 
 
