@@ -12,6 +12,7 @@ op                        adjoint              forward
 ``all_sum``               ``all_sum``          the sum over ranks, everywhere
 ``all_max``               none                 the maximum over ranks, everywhere
 ``at_rank``               none                 whether this rank is the owner; no communication
+``rows_followed``         none                 which of my rows have others behind them; no communication
 ``from_rank``             ``sum_to_rank``      the owner's value, everywhere
 ``gather_sequence``       ``scatter_sum``      all slices, everywhere
 ``slice_sequence``        ``unslice_sequence`` my slice of what every rank holds in full; no communication
@@ -271,6 +272,25 @@ def at_rank(like: Tensor, owner: int, group: str) -> Tensor:
 @at_rank.register_fake
 def _(like: Tensor, owner: int, group: str) -> Tensor:
     return like.new_empty((1,), dtype=torch.bool)
+
+
+@torch.library.custom_op("zeco::rows_followed", mutates_args=())
+def rows_followed(x: Tensor, dim: int, count: int, group: str) -> Tensor:
+    """``[x.shape[dim]]``, bool: whether a row of ``x`` along the sequence has ``count`` rows behind it, on whatever
+    rank. No communication. The last ``count`` rows of the whole sequence have not.
+
+    An op for the reason that `at_rank` is one. Raises `InvalidExchange` for a dimension that ``x`` lacks.
+    """
+    op_log.record("rows_followed")
+    length = x.shape[_dimension("rows_followed", x, dim)]
+    rank, world_size = (0, 1) if group == ONE_RANK else (members(group).rank, members(group).world_size)
+    rows = torch.arange(rank * length, (rank + 1) * length, device=x.device)
+    return rows < world_size * length - count
+
+
+@rows_followed.register_fake
+def _(x: Tensor, dim: int, count: int, group: str) -> Tensor:
+    return x.new_empty((x.shape[dim],), dtype=torch.bool)
 
 
 # --- one rank's value ---------------------------------------------------------------------------------------

@@ -591,7 +591,17 @@ def nll_loss2d(track: Tracking, node: fx.Node) -> None:
     track.outs(node, [(), ()])
 
 
-@rule(*_ops("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"))
+@rule(
+    *_ops(
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "soft_margin_loss",
+    )
+)
 def elementwise_loss(track: Tracking, node: fx.Node) -> None:
     dims = track.broadcast([track.dims(n) for n in tensors(node)])
     if argument(node, "reduction", 1) == 0:
@@ -670,6 +680,11 @@ def same_everywhere(track: Tracking, node: fx.Node) -> None:
 @rule(zeco.at_rank.default)
 def flag(track: Tracking, node: fx.Node) -> None:
     track.out(node, ((),))
+
+
+@rule(zeco.rows_followed.default)
+def flags_of_rows(track: Tracking, node: fx.Node) -> None:
+    track.out(node, (track.dims(operand(node, 0))[argument(node, "dim")],))
 
 
 @rule(zeco.gather_sequence.default)

@@ -13,10 +13,10 @@ from torch import fx
 from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.plans import settle, settled
 from zeco_compile.passes.recognize import Wiring
 from zeco_compile.passes.region import Sizes
 from zeco_compile.passes.report import Region, Role
-from zeco_compile.passes.sharding_rules import settle, settled
 
 _NAMES = ("q", "k", "v", "g", "scale", "initial_state", "output_final_state", "schedule", "blocks", "group")
 

@@ -22,9 +22,9 @@ from torch import fx
 from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.length import depends_on, global_number
 from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.plans import Emit, Plan, Ranks, holder_of, settle
 from zeco_compile.passes.region import Region, Sizes, cut_region
 from zeco_compile.passes.report import op_name
-from zeco_compile.passes.sharding_rules import Emit, Plan, Ranks, holder_of, settle
 
 zeco = torch.ops.zeco
 

@@ -25,8 +25,8 @@ from zeco_compile.passes.axes import size_of
 from zeco_compile.passes.errors import LengthInValue
 from zeco_compile.passes.inputs import GraphInput
 from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.plans import settled
 from zeco_compile.passes.report import Decision, op_name
-from zeco_compile.passes.sharding_rules import settled
 
 _VALUES = frozenset(
     {

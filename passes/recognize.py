@@ -26,6 +26,7 @@ from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.axes import Atom
 from zeco_compile.passes.layout import Canonical, GraphOperations, arrange, disarrange
 from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.plans import settle
 from zeco_compile.passes.region import (
     CannotEvaluate,
     Region,
@@ -47,7 +48,6 @@ from zeco_compile.passes.roles import (
     check,
     find_roles,
 )
-from zeco_compile.passes.sharding_rules import settle
 
 log = logging.getLogger(__name__)
 

@@ -216,7 +216,7 @@ class Sizes:
 def piecewise(region: Region, analysis: Analysis) -> bool:
     """The region steps through the sequence: it can be run at multiples of its length only, by carrying on."""
     return isinstance(analysis.length, int) and any(
-        action.kind in ("select", "slice", "scatter", "cat", "split")
+        action.kind in ("select", "slice", "part", "scatter", "cat", "split")
         for node in region.interior
         for action in analysis.track.acts_along_sequence(node)
     )

@@ -16,8 +16,10 @@ from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.length import refuse_constant_lengths
 from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.losses import over_windows
+from zeco_compile.passes.plans import Plan, Ranks, settled
 from zeco_compile.passes.report import Communication, Decision, Report, op_name
-from zeco_compile.passes.sharding_rules import Plan, Ranks, plan, settled
+from zeco_compile.passes.sharding_rules import plan
 
 Fallback = Callable[[Analysis, fx.Node], Plan | None]
 
@@ -58,7 +60,9 @@ def shard(
         return found is not None
 
     def fall_back(user_node: fx.Node) -> bool:
-        found = None if fallback is None else fallback(analysis, user_node)
+        found = over_windows(analysis, user_node)
+        if found is None and fallback is not None:
+            found = fallback(analysis, user_node)
         if found is not None:
             plans[user_node] = found
         return found is not None
@@ -78,6 +82,10 @@ def shard(
         ]
     for found in plans.values():
         found.apply(ranks)
+    replaced = {node for found in plans.values() for node in found.covers}
+    for node in reversed(list(analysis.gm.graph.nodes)):
+        if node in replaced and not node.users:
+            analysis.gm.graph.erase_node(node)
     return len(plans)
 
 

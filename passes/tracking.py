@@ -155,14 +155,15 @@ class Tracking:
         """The dimension after `x[start:end:step]`."""
         if same_size(size_in, size_out):
             return dim
-        self.act(node, dim, "slice")
         start, step = (self.number(argument(node, name)) for name in ("start", "step"))
         flat = self.axes.flat(dim)
         window = flat[0].window if len(flat) == 1 else None
-        if window is None or step != 1:
+        if window is None or step != 1:  # every second row, or some chunks: not the same rows on a slice
+            self.act(node, dim, "part")
             # One token per rank: `table[:T]` and `table[:1]` look alike, so the row may be the sequence's.
             one = same_size(size_out, 1) and same_size(self.axes.length, 1)
             return (Atom(1, "slice"),) if one else self.axes.fresh(size_out, "slice")
+        self.act(node, dim, "slice")
         start = 0 if start is None else start
         if _is_negative(start):
             start = start + size_in

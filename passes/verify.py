@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.plans import settled
 from zeco_compile.passes.report import op_name
 from zeco_compile.passes.shard import refuse_mixed
-from zeco_compile.passes.sharding_rules import settled
 
 
 def verify(analysis: Analysis) -> list[int | None]:

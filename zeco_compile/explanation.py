@@ -14,8 +14,8 @@ from zeco_compile.debug import DebugDump
 from zeco_compile.passes.errors import CompileError, refusing
 from zeco_compile.passes.inputs import graph_inputs
 from zeco_compile.passes.length import request_symbolic_length
+from zeco_compile.passes.plans import Ranks
 from zeco_compile.passes.report import Report
-from zeco_compile.passes.sharding_rules import Ranks
 from zeco_compile.settings import Settings
 
 _ASSUMED_RANKS = 2

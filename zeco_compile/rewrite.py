@@ -24,9 +24,9 @@ from zeco_compile.passes import by_name, gather, length, loops, recognize, shard
 from zeco_compile.passes.analysis import Analysis, analyse
 from zeco_compile.passes.branches import refuse_constant_slices
 from zeco_compile.passes.masks import CausalMask
+from zeco_compile.passes.plans import Ranks
 from zeco_compile.passes.report import Communication, PassRecord, Report, op_name
 from zeco_compile.passes.roles import NotLinearAttention
-from zeco_compile.passes.sharding_rules import Ranks
 from zeco_compile.settings import Settings
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-EXPECTED = {"families": ["none"], "or_refused": True}
+EXPECTED = {"families": ["none"]}
 LOCAL_LENGTHS = (5,)
 
 

@@ -312,6 +312,18 @@ def test_a_halo_sends_its_rows_and_no_more(ranks: Any) -> None:
     assert [counts.get("halo reverse", 0) for counts in sent] == [0, rows, rows]
 
 
+def _followed(rank: int, length: int, count: int) -> list[bool]:
+    return exchange.rows_followed(torch.ones(2, length), 1, count, resolve_group()).tolist()
+
+
+def test_rows_with_others_behind_them(ranks: Any) -> None:
+    """Of six rows on three ranks the last `count` have not `count` rows behind them."""
+    for count in range(7):
+        found = [flag for rank in ranks(3).run(_followed, 2, count) for flag in rank]
+        assert found == [True] * (6 - count) + [False] * count
+    assert exchange.rows_followed(torch.ones(4), -1, 1, "").tolist() == [True, True, True, False]
+
+
 # --- what torch asks of an op, and compiled -----------------------------------------------------------------
 
 
@@ -335,6 +347,8 @@ def _opcheck(rank: int) -> None:
         ("scatter_sum", (x, 1, group, world_size)),
         ("slice_sequence", (x, 1, group, world_size)),
         ("unslice_sequence", (x, 1, group, world_size)),
+        ("at_rank", (x, 0, group)),
+        ("rows_followed", (x, 1, 1, group)),
     ]:
         torch.library.opcheck(getattr(exchange, op), arguments)
 
@@ -435,6 +449,7 @@ def test_a_cached_graph_is_not_taken_for_another_number_of_ranks(
         ("halo", (torch.ones(2, 3).bool(), 1, 1, 0, -100.0, ""), "cannot fill a tensor of torch.bool"),
         ("halo", (torch.ones(2, 3).int(), 1, 1, 0, float("inf"), ""), "cannot fill"),
         ("halo_backward", (torch.ones(2, 3), 1, 2, 2, ""), "fewer than the halo"),
+        ("rows_followed", (torch.ones(2, 3), 2, 1, ""), "dimension 2 of a tensor with 2 dimensions"),
         ("all_sum", (torch.ones(2).bool(), ""), "torch.bool"),
         ("scatter_sum", (torch.ones(2).bool(), 0, ""), "torch.bool"),
         ("from_rank", (torch.ones(2), 1, ""), "owner 1 in a group of 1"),

@@ -1,0 +1,206 @@
+"""Rules for ops that look at the rows next to a row: convolutions, padding, shifts. They get the neighbour's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from zeco_compile.passes.analysis import Analysis, State
+from zeco_compile.passes.plans import (
+    Emit,
+    Plan,
+    Ranks,
+    call_arguments,
+    current,
+    halo_exchanges,
+    holder_of,
+    kinds,
+    mixing_nodes,
+    path_to_base,
+    row_dim,
+    settle,
+    single_output,
+    substitute,
+    window_of,
+)
+from zeco_compile.passes.schema import argument, operand, operands
+
+aten = torch.ops.aten
+zeco = torch.ops.zeco
+
+
+def convolution(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    if user_node.target not in (torch.conv1d, torch.conv2d, torch.conv3d, *_CONV_FUNCTIONS):
+        return None
+    mixing = [n for n in mixing_nodes(analysis, user_node) if n.target is aten.convolution.default]
+    if len(mixing) != 1 or len(mixing_nodes(analysis, user_node)) != 1:
+        return None
+    (node,) = mixing
+    source = operand(node, 0)
+    dim = row_dim(analysis, source)
+    result = single_output(analysis, user_node)
+    if result is None or dim is None or dim < 2 or argument(node, "transposed"):
+        return None
+    spatial = dim - 2
+    one = {name: argument(node, name) for name in ("stride", "padding", "dilation")}
+    stride, padding, dilation = (v[spatial if len(v) > 1 else 0] for v in one.values())
+    if stride != 1 or analysis.state(source) is State.MIXED:
+        return None
+    reach = (operand(node, 1).meta["val"].shape[2 + spatial] - 1) * dilation
+    if kinds(analysis, node) - {"convolve", "window"}:
+        return None
+    crop_right = padding > 0 and _cropped_right(analysis, node, padding)
+
+    def apply(ranks: Ranks) -> None:
+        given = call_arguments(user_node, _CONV_NAMES)
+        if padding:
+            emit = Emit(user_node, after=False)
+            right = 0 if crop_right else padding
+            rows = emit.call(zeco.halo.default, given["input"], dim, padding, right, 0.0, ranks.group)
+            if crop_right:  # rows that are cut off again: whatever they hold
+                amounts = [0] * (2 * (source.meta["val"].dim() - dim))
+                amounts[-1] = padding
+                rows = emit.call(aten.constant_pad_nd.default, rows, amounts, 0.0)
+            paddings = list(one["padding"])
+            paddings = paddings * (source.meta["val"].dim() - 2) if len(paddings) == 1 else paddings
+            paddings[spatial] = 0
+            user_node.args = ()
+            user_node.kwargs = {**given, "input": rows, "padding": tuple(paddings)}
+        settle(user_node)
+
+    return Plan(
+        "halo exchange",
+        f"convolution over {reach + 1} rows; {padding} from the neighbour",
+        apply,
+        halo_exchanges(analysis, source, dim, padding, 0 if crop_right else padding),
+    )
+
+
+_CONV_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_CONV_FUNCTIONS = tuple(
+    getattr(torch.nn.functional, name)
+    for name in ("conv1d", "conv2d", "conv3d")
+    if hasattr(torch.nn.functional, name)
+)
+
+
+def _cropped_right(analysis: Analysis, node: fx.Node, amount: int) -> bool:
+    """Everybody who reads the convolution first cuts its last `amount` rows off."""
+    own = window_of(analysis, node)
+    if own is None:
+        return False
+    for user in node.users:
+        if user.target is not aten.slice.Tensor:
+            return False
+        window = window_of(analysis, user)
+        if window is None or not isinstance(window[1], int) or not isinstance(own[1], int):
+            return False
+        if window[1] > own[1] - amount:
+            return False
+    return bool(node.users)
+
+
+def padding(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    mixing = mixing_nodes(analysis, user_node)
+    if len(mixing) != 1 or mixing[0].target is not aten.constant_pad_nd.default:
+        return None
+    (node,) = mixing
+    source = operand(node, 0)
+    result = single_output(analysis, user_node)
+    dim = row_dim(analysis, source)
+    if result is not node or dim is None or analysis.state(source) is State.MIXED:
+        return None
+    amounts = list(argument(node, "pad"))
+    place = 2 * (source.meta["val"].dim() - 1 - dim)
+    left, right = amounts[place : place + 2]
+    if not (isinstance(left, int) and isinstance(right, int)):
+        return None
+    base, base_window = source, (0, 0)
+    if analysis.state(source) is State.WINDOW:
+        found = path_to_base(analysis, source)
+        if found is None or found[1]:
+            return None
+        base, _, base_window = found
+    before, after = base_window
+    if not (isinstance(before, int) and isinstance(after, int)):
+        return None
+    if (left > 0 and before < 0) or (right > 0 and after < 0):
+        return None  # rows cut off and put back as padding: the ends of the whole sequence are blanked
+    holder = holder_of(analysis, base)
+    if holder is None:
+        return None
+    fill = argument(node, "value", 0)
+    fill = 0.0 if fill is None else float(fill)
+    window = (before + left, after + right)
+
+    def apply(ranks: Ranks) -> None:
+        emit = Emit(user_node, after=False)
+        rows = emit.call(
+            zeco.halo.default, current(holder), dim, max(window[0], 0), max(window[1], 0), fill, ranks.group
+        )
+        rest = list(amounts)
+        rest[place : place + 2] = [min(window[0], 0), min(window[1], 0)]
+        if any(rest):
+            rows = emit.call(aten.constant_pad_nd.default, rows, rest, fill)
+        substitute(user_node, rows)
+
+    return Plan(
+        "halo exchange", f"padding: {max(window[0], 0)} rows before, {max(window[1], 0)} after", apply
+    )
+
+
+def concatenation(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    """`cat([first, x[:, :-n]])`, and its mirror: x shifted by n rows, with something else at the start."""
+    mixing = mixing_nodes(analysis, user_node)
+    if len(mixing) != 1 or mixing[0].target is not aten.cat.default:
+        return None
+    (node,) = mixing
+    parts = operands(node)
+    dim = row_dim(analysis, node)
+    if len(parts) != 2 or dim is None or single_output(analysis, user_node) is not node:
+        return None
+    if any(analysis.state(p) is State.MIXED for p in parts):
+        return None
+    user_parts = user_node.args[0] if user_node.args else user_node.kwargs.get("tensors")
+    if not isinstance(user_parts, list | tuple) or len(user_parts) != 2:
+        return None
+    for edge, body in ((0, 1), (1, 0)):
+        found = path_to_base(analysis, parts[body])
+        if found is None or found[1]:
+            continue
+        base, _, window = found
+        count = parts[edge].meta["val"].shape[dim]
+        if not isinstance(count, int) or window != ((0, -count) if edge == 0 else (-count, 0)):
+            continue
+        holder = holder_of(analysis, base)
+        if holder is None:
+            continue
+        return Plan(
+            "halo exchange",
+            f"shift by {count} row(s)",
+            _shifted(user_node, edge, dim, count, holder),
+            halo_exchanges(analysis, base, dim, *((count, 0) if edge == 0 else (0, count))),
+        )
+    return None
+
+
+def _shifted(user_node: fx.Node, edge: int, dim: int, count: int, holder: fx.Node) -> Callable[[Ranks], None]:
+    def apply(ranks: Ranks) -> None:
+        emit = Emit(user_node, after=False)
+        parts: Any = user_node.args[0] if user_node.args else user_node.kwargs["tensors"]
+        left, right = (count, 0) if edge == 0 else (0, count)
+        rows = emit.call(zeco.halo.default, current(holder), dim, left, right, 0.0, ranks.group)
+        start = 0 if edge == 0 else -count
+        end = count if edge == 0 else 2**63 - 1
+        neighbour = emit.call(aten.slice.Tensor, rows, dim, start, end)
+        end_of_sequence = 0 if edge == 0 else ranks.world_size - 1
+        mine = emit.call(zeco.at_rank.default, neighbour, end_of_sequence, ranks.group)
+        chosen = emit.call(torch.where, mine, parts[edge], neighbour)
+        joined = [chosen, parts[1]] if edge == 0 else [parts[0], chosen]
+        new = emit.call(torch.cat, joined, dim)
+        substitute(user_node, new)
+
+    return apply
