@@ -180,7 +180,7 @@ def _reduction_of_windows(analysis: Analysis, user_node: fx.Node) -> Plan | None
         x = values[0]
         if node.target in _LOSSES:
             env = dict(zip(sources, values, strict=True))
-            names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+            names = [a.name for a in node.target._schema.arguments]
             each = [0 if name == "reduction" else argument(node, name) for name in names]
             x = emit.call(node.target, *fx.map_arg(each, env.__getitem__))
         dims = argument(node, "dim") if _takes(node, "dim") else None
