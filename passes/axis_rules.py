@@ -734,7 +734,7 @@ def track_axes(graph: fx.Graph, along: Mapping[fx.Node, int | None], length: Siz
     track = Tracking(length)
     for node in graph.nodes:
         if node.op == "call_function":
-            _visit(track, node)
+            visit(track, node)
         elif node.op in ("placeholder", "get_attr"):
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor):
@@ -776,7 +776,7 @@ def track_region(whole: Tracking, given: Iterable[fx.Node], interior: Iterable[f
                 break
             current, steps = sources[0], steps + 1
     for node in interior:
-        _visit(track, node)
+        visit(track, node)
     return track
 
 
@@ -807,7 +807,7 @@ def _renamed(whole: Tracking, track: Tracking, node: fx.Node, own: dict[Atom, At
     return tuple(dims)
 
 
-def _visit(track: Tracking, node: fx.Node) -> None:
+def visit(track: Tracking, node: fx.Node) -> None:
     track.current = node
     if isinstance(node.meta.get("val"), int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
         track.scalar(node)

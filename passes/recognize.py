@@ -90,16 +90,20 @@ def recognize(
     *,
     running_sums: bool = False,
     not_again: Container[fx.Node] = (),
+    otherwise: Callable[[fx.Node], bool] = lambda user_node: False,
 ) -> Recognition:
     """All regions, none overlapping. Fills `analysis.states`.
 
     A running sum is linear attention too (q = k = 1, no decay), but most are a part of something larger, the sums
     of a gate above all. They are taken with `running_sums` only, once all else has been found. Nodes of the user's
-    graph where it is known already that no region ends are passed over: `not_again`.
+    graph where it is known already that no region ends are passed over: `not_again`. So are those where something
+    else ends that will be made right (softmax attention): `otherwise`.
     """
     found = Recognition()
 
     def settle(user_node: fx.Node) -> bool:
+        if otherwise(user_node):
+            return True
         outputs = [n for n in analysis.escapes(user_node) if _is_exit(analysis, n)]
         if len(outputs) != 1 or user_node in not_again:
             return False

@@ -14,6 +14,7 @@ from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.errors import UnsupportedOp
+from zeco_compile.passes.keys import over_all_keys
 from zeco_compile.passes.length import refuse_constant_lengths
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.losses import over_windows
@@ -60,7 +61,7 @@ def shard(
         return found is not None
 
     def fall_back(user_node: fx.Node) -> bool:
-        found = over_windows(analysis, user_node)
+        found = over_windows(analysis, user_node) or over_all_keys(analysis, user_node)
         if found is None and fallback is not None:
             found = fallback(analysis, user_node)
         if found is not None:

@@ -20,7 +20,7 @@ from torch import fx
 from zeco_compile.debug import DebugDump
 from zeco_compile.lowering import volume
 from zeco_compile.lowering.all_scan import resolve_schedule
-from zeco_compile.passes import by_name, gather, length, loops, recognize, shard, verify
+from zeco_compile.passes import by_name, gather, keys, length, loops, recognize, shard, verify
 from zeco_compile.passes.analysis import Analysis, analyse
 from zeco_compile.passes.branches import refuse_constant_slices
 from zeco_compile.passes.masks import CausalMask
@@ -173,7 +173,11 @@ def _loops(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
 def _by_meaning(work: _Rewriting, analysis: Analysis, record: PassRecord, running_sums: bool = False) -> None:
     hopeless = {node for node, why in work.attempts if why != recognize.RUNNING_SUM} if running_sums else ()
     recognition = recognize.recognize(
-        analysis, shard.will_be_handled(analysis), running_sums=running_sums, not_again=hopeless
+        analysis,
+        shard.will_be_handled(analysis),
+        running_sums=running_sums,
+        not_again=hopeless,
+        otherwise=lambda user_node: keys.over_all_keys(analysis, user_node) is not None,
     )
     if not running_sums:
         work.attempts = recognition.attempts

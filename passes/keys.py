@@ -1,0 +1,611 @@
+"""Softmax attention: each rank's queries against the keys and values of all ranks.
+
+Contract: `over_all_keys(analysis, user_node)` gives the plan for a node where softmax attention ends: a call of
+`F.scaled_dot_product_attention`, or the product with the values in code that computes scores and their softmax
+itself. None for everything else.
+
+A value with two axes along the sequence has one of the queries, the *rows*, which stay this rank's, and one of the
+keys, the *columns*, which become those of the whole sequence. Which is which follows backwards from the result, whose
+axis is that of the rows: an axis that has no part in it is one of columns. What is needed in both roles (positions,
+compared with themselves) is computed twice. Along rows only what is done to each row alone is taken; along columns,
+which are complete, anything. Values that are local to a position are gathered where they are columns, and what is made
+from sizes alone, masks and positions, is made again for the rows of this rank and the columns of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import fx
+
+from zeco_compile.passes.analysis import Analysis, State
+from zeco_compile.passes.axes import Atom, Dim, same_size, size_of
+from zeco_compile.passes.axis_rules import visit
+from zeco_compile.passes.plans import (
+    Emit,
+    Plan,
+    Ranks,
+    bytes_of,
+    call_arguments,
+    current,
+    single_output,
+    substitute,
+)
+from zeco_compile.passes.schema import argument, operand, tensors
+from zeco_compile.passes.tracking import Tracking
+
+aten = torch.ops.aten
+zeco = torch.ops.zeco
+
+Role = Literal["row", "column"]
+Roles = tuple[Role | None, ...]
+"""For each dimension of a value: what its axis along the sequence is, None without one."""
+
+
+class _Unfit(Exception):
+    """Something in the region needs other rows, or is not followed; the message says what."""
+
+
+def over_all_keys(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    """The plan for a node that ends softmax attention; None where it does not, or where it is not followed."""
+    try:
+        if user_node.target is torch.nn.functional.scaled_dot_product_attention:
+            return _sdpa(analysis, user_node)
+        return _written_out(analysis, user_node)
+    except _Unfit:
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------- the two ways
+
+
+_SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def _sdpa(analysis: Analysis, user_node: fx.Node) -> Plan:
+    given = call_arguments(user_node, _SDPA_NAMES)
+    value_of = {n: analysis.shadow.reads.get((user_node, given[n])) for n in ("query", "key", "value")}
+    query, key, value = (_is_value(value_of[n]) for n in ("query", "key", "value"))
+    region = _Region(analysis, user_node)
+    for name, node in (("query", query), ("key", key), ("value", value)):
+        if analysis.track.sequence_dims(node) not in ([node.meta["val"].dim() - 2], []):
+            raise _Unfit(f"the {name} has the sequence in another dimension")
+    if not analysis.track.sequence_dims(query):
+        raise _Unfit("the query does not run along the sequence")
+    parts = [region.need(query, _roles(analysis, query, "row"))]
+    parts += [region.need(node, _roles(analysis, node, "column")) for node in (key, value)]
+    causal = bool(given.get("is_causal", False))
+    if causal and not analysis.track.sequence_dims(key):
+        raise _Unfit("a causal mask against keys that are no positions")
+    mask = given.get("attn_mask")
+    if mask is not None:
+        if isinstance(analysis.length, int):
+            raise _Unfit("with a constant length, a number in the mask might be the length, or come from it")
+        node = _is_value(analysis.shadow.reads.get((user_node, mask)))
+        dims = analysis.track.sequence_dims(node)
+        count = node.meta["val"].dim()
+        roles: list[Role | None] = [None] * count
+        for dim in dims:
+            if dim < count - 2:
+                raise _Unfit("the mask has the sequence in another dimension")
+            roles[dim] = "row" if dim == count - 2 else "column"
+        parts.append(region.need(node, tuple(roles)))
+
+    def apply(ranks: Ranks) -> None:
+        emit = Emit(user_node, after=False)
+        values = region.emit(emit, ranks, parts)
+        arguments = dict(zip(("query", "key", "value", "attn_mask"), values, strict=False))
+        if causal:
+            length = region.size(emit, analysis.length)
+            rows = _numbers(emit, length, query, offset=emit.call(operator.mul, length, ranks.rank))
+            columns = _numbers(emit, emit.call(operator.mul, length, ranks.world_size), query)
+            seen = emit.call(torch.ge, emit.call(aten.unsqueeze.default, rows, 1), columns)
+            arguments["attn_mask"] = seen
+        rest = {k: v for k, v in call_arguments(user_node, _SDPA_NAMES).items() if k in _SDPA_NAMES[4:]}
+        new = emit.call(user_node.target, **arguments, **{**rest, "is_causal": False})
+        substitute(user_node, new)
+
+    return region.plan(apply)
+
+
+def _numbers(emit: Emit, count: Any, like: fx.Node, offset: Any = 0) -> fx.Node:
+    made = emit.call(torch.arange, count, device=like.meta["val"].device)
+    return made if isinstance(offset, int) and offset == 0 else emit.call(torch.add, made, offset)
+
+
+def _written_out(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    output = single_output(analysis, user_node)
+    if output is None or isinstance(analysis.length, int):
+        return None  # a number in the code might be the length, or come from it
+    if len(analysis.track.sequence_dims(output)) != 1 or analysis.is_window(output):
+        return None
+    if not _has_softmax(analysis, output):
+        return None
+    region = _Region(analysis, user_node)
+    part = region.need(output, _roles(analysis, output, "row"))
+    if not region.gathered or not region.softmax_over_columns():
+        return None
+
+    def apply(ranks: Ranks) -> None:
+        (new,) = region.emit(Emit(user_node, after=False), ranks, [part])
+        substitute(user_node, new)
+
+    return region.plan(apply)
+
+
+_SOFTMAX = (aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default)
+
+
+def _has_softmax(analysis: Analysis, output: fx.Node) -> bool:
+    """There is one between the output and values that are local to a position."""
+    stack, seen = [output], {output}
+    while stack:
+        node = stack.pop()
+        if node.target in _SOFTMAX:
+            return True
+        for source in node.all_input_nodes:
+            if analysis.state(source) is State.MIXED and source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return False
+
+
+def _is_value(node: Any) -> fx.Node:
+    if not isinstance(node, fx.Node):
+        raise _Unfit("an argument is no single value")
+    return node
+
+
+def _roles(analysis: Analysis, node: fx.Node, role: Role) -> Roles:
+    along = analysis.track.sequence_dims(node)
+    return tuple(role if d in along else None for d in range(node.meta["val"].dim()))
+
+
+# ------------------------------------------------------------------------------------------------------ the region
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A value in certain roles; or `whole`, as the unsharded model has it, wherever its axes are."""
+
+    node: fx.Node
+    roles: Roles
+    whole: bool = False
+
+    @property
+    def columns(self) -> list[int]:
+        return [d for d, role in enumerate(self.roles) if role == "column"]
+
+
+@dataclass
+class _Region:
+    """What is computed again, part by part in an order that serves; how each part is written into the graph."""
+
+    analysis: Analysis
+    user_node: fx.Node
+    steps: dict[_Part, Callable[[_Writer], Any]] = field(default_factory=dict)
+    gathered: list[_Part] = field(default_factory=list)
+    _held: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        order = {node: i for i, node in enumerate(self.user_node.graph.nodes)}
+        self._held = self.analysis.shadow.holders(order, order[self.user_node] - 1)
+
+    def need(self, node: fx.Node, roles: Roles) -> _Part:
+        """Adds the value in these roles, and what it is computed from. Raises _Unfit."""
+        part = _Part(node, roles)
+        if part not in self.steps:
+            write = None
+            if any(roles) and self.analysis.is_constant(node):  # made again: there is no need to send it
+                with contextlib.suppress(_Unfit):
+                    write = self._interior(part)
+            write = write or self._leaf(part)
+            if write is None:
+                try:
+                    write = self._interior(part)
+                except _Unfit:
+                    write = self._cut_from_whole(part)
+            self.steps[part] = write
+        return part
+
+    def need_whole(self, node: fx.Node) -> _Part:
+        """Adds a value as the unsharded model has it: a mask or positions, computed on every rank. Raises _Unfit."""
+        part = _Part(node, (), whole=True)
+        if part not in self.steps:
+            self.steps[part] = self._whole(part)
+        return part
+
+    def softmax_over_columns(self) -> bool:
+        return any(
+            part.node.target in _SOFTMAX and part.roles[argument(part.node, "dim")] == "column"
+            for part in self.steps
+        )
+
+    # -------------------------------------------------------------------------------------------- values at hand
+
+    def _leaf(self, part: _Part) -> Callable[[_Writer], Any] | None:
+        node, analysis = part.node, self.analysis
+        holder = self._held.get(node)
+        if holder is None or analysis.state(node) is not State.LOCAL:
+            return None
+        if not part.columns:
+            return lambda writer: current(holder)
+        if len(part.columns) > 1 or self._spreads(node):
+            return None
+        (dim,) = part.columns
+        if not analysis.track.axes.is_whole_sequence(analysis.track.dims(node)[dim]):
+            return None
+        self.gathered.append(part)
+
+        def gather(writer: _Writer) -> fx.Node:
+            group, world_size = writer.ranks.group, writer.ranks.world_size
+            return writer.emit.call(
+                zeco.gather_sequence.default, current(holder), dim, group, world_size, True
+            )
+
+        return gather
+
+    def _spreads(self, node: fx.Node) -> bool:
+        """Keys that are repeated for several heads are sent once."""
+        size = node.meta["val"].numel()
+        while node.target in (*_RESHAPES, *_MOVES, aten.expand.default, aten.clone.default):
+            node = operand(node, 0)
+            if node not in self._held and node.op != "call_function":
+                return False
+            if self.analysis.state(node) is not State.LOCAL:
+                return False
+            smaller = sympy.sympify(size_of(size)) / sympy.sympify(size_of(node.meta["val"].numel()))
+            if smaller.is_number and smaller > 1:
+                return True
+        return False
+
+    # ------------------------------------------------------------------------------- masks and positions, as a whole
+
+    def _cut_from_whole(self, part: _Part) -> Callable[[_Writer], Any]:
+        """Numbers that need other rows (which document a token is in, counted from the first) are small: they are
+        computed for the whole sequence, and this rank takes its rows."""
+        rows = [d for d, role in enumerate(part.roles) if role is not None]
+        if len(rows) > 1:
+            raise _Unfit(f"`{part.node}` has two axes along the sequence")
+        whole = self.need_whole(part.node)
+        if part.columns or not rows:
+            return lambda writer: writer.env[whole]
+        if not same_size(size_of(part.node.meta["val"].shape[rows[0]]), self.analysis.length):
+            raise _Unfit(f"`{part.node}` has the sequence folded into another axis")
+
+        def cut(writer: _Writer) -> fx.Node:
+            length = writer.length()
+            start = writer.emit.call(operator.mul, length, writer.ranks.rank)
+            return writer.emit.call(aten.narrow.default, writer.env[whole], rows[0], start, length)
+
+        return cut
+
+    def _whole(self, part: _Part) -> Callable[[_Writer], Any]:
+        node, analysis = part.node, self.analysis
+        made = node.meta.get("val")
+        along = analysis.track.sequence_dims(node)
+        holder = self._held.get(node)
+        if holder is not None and analysis.state(node) is State.LOCAL and not along:
+            return lambda writer: current(holder)
+        if not isinstance(made, torch.Tensor) or (
+            made.dtype.is_floating_point and not analysis.is_constant(node)
+        ):
+            raise _Unfit(f"`{node}` is no mask and no position")
+        if holder is not None and analysis.state(node) is State.LOCAL and not analysis.is_constant(node):
+            columns = self.need(node, tuple("column" if d in along else None for d in range(made.dim())))
+            return lambda writer: writer.env[columns]
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(
+            node.target, "tags", ()
+        ):
+            raise _Unfit(f"`{node}` is not followed")
+        sources = {n: self.need_whole(n) for n in tensors(node)}
+
+        def compute(writer: _Writer) -> fx.Node:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: writer.operand(n, sources))
+            target = aten.reshape.default if node.target in _RESHAPES else node.target
+            return writer.emit.call(target, *args, **kwargs)
+
+        return compute
+
+    # --------------------------------------------------------------------------------------------- values computed
+
+    def _interior(self, part: _Part) -> Callable[[_Writer], Any]:
+        node, target = part.node, part.node.target
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+            raise _Unfit(f"`{node}` is not followed")
+        if target is operator.getitem:
+            raise _Unfit(f"`{operand(node, 0)}` has several results")
+        if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+            raise _Unfit(f"`{target}` is random")
+        if target in _RANGES:
+            return self._range(part)
+        if target in _FILLED:
+            return self._filled(part)
+        if target in (aten.tril.default, aten.triu.default):
+            return self._triangle(part)
+        if self.analysis.is_table_lookup(node):
+            return self._table(part)
+        return self._computed(part)
+
+    def _range(self, part: _Part) -> Callable[[_Writer], Any]:
+        node = part.node
+        (role,) = part.roles
+        start, step = (0, 1)
+        if node.target is not aten.arange.default:
+            start = node.args[0]  # type: ignore[assignment]
+        if node.target is aten.arange.start_step and len(node.args) > 2:
+            step = node.args[2]  # type: ignore[assignment]
+        if not isinstance(start, int | float) or not isinstance(step, int | float):
+            raise _Unfit("a range that begins at a number which is computed")
+        made = node.meta["val"]
+
+        def write(writer: _Writer) -> fx.Node:
+            count, offset = writer.size_of(part, 0), 0
+            if role == "row":
+                offset = writer.emit.call(operator.mul, count, writer.ranks.rank)
+            x = writer.emit.call(torch.arange, count, device=made.device)
+            for function, number in ((torch.add, offset), (torch.mul, step), (torch.add, start)):
+                neutral = number == (1 if function is torch.mul else 0) if isinstance(number, int) else False
+                x = x if neutral else writer.emit.call(function, x, number)
+            return writer.emit.call(aten.to.dtype, x, made.dtype)
+
+        return write
+
+    def _filled(self, part: _Part) -> Callable[[_Writer], Any]:
+        node = part.node
+        if any(isinstance(n, fx.Node) for n in (*node.args[1:2], *node.kwargs.values()) if n is not None):
+            raise _Unfit(f"`{node}` is filled with a number that is computed")
+        made = node.meta["val"]
+        value = _FILLED[node.target]
+        if value is None:
+            value = argument(node, "fill_value", None)
+            if node.target is aten.scalar_tensor.default:
+                value = argument(node, "s")
+        if not isinstance(value, int | float | bool):
+            raise _Unfit(f"`{node}` is filled with a number that is computed")
+
+        def write(writer: _Writer) -> fx.Node:
+            sizes = [writer.size_of(part, d) for d in range(made.dim())]
+            return writer.emit.call(torch.full, sizes, value, dtype=made.dtype, device=made.device)
+
+        return write
+
+    def _triangle(self, part: _Part) -> Callable[[_Writer], Any]:
+        node = part.node
+        source = self.need(operand(node, 0), part.roles)
+        diagonal = argument(node, "diagonal", 0)
+        last = part.roles[-2:]
+        if None in last or not isinstance(diagonal, int):
+            if any(last):
+                raise _Unfit("a triangle of one axis along the sequence and another one")
+            return lambda writer: writer.emit.call(node.target, writer.env[source], diagonal)
+
+        def write(writer: _Writer) -> fx.Node:
+            shift: Any = diagonal
+            if last[0] != last[1]:
+                length = writer.length()
+                passed = writer.emit.call(operator.mul, length, writer.ranks.rank)
+                down = operator.add if last[0] == "row" else operator.sub
+                shift = writer.emit.call(down, diagonal, passed)
+            return writer.emit.call(node.target, writer.env[source], shift)
+
+        return write
+
+    def _table(self, part: _Part) -> Callable[[_Writer], Any]:
+        """`table[:T]`: rows by position of something that every rank holds."""
+        node = part.node
+        dim = argument(node, "dim", 0) % node.meta["val"].dim()
+        if argument(node, "start", 0) not in (0, None) or argument(node, "step", 1) != 1:
+            raise _Unfit("rows of a table that do not begin with the first")
+        role = part.roles[dim]
+        source = self.need(operand(node, 0), (*part.roles[:dim], None, *part.roles[dim + 1 :]))
+
+        def write(writer: _Writer) -> fx.Node:
+            count = writer.size_of(part, dim)
+            start: Any = writer.emit.call(operator.mul, count, writer.ranks.rank) if role == "row" else 0
+            return writer.emit.call(aten.narrow.default, writer.env[source], dim, start, count)
+
+        return write
+
+    def _computed(self, part: _Part) -> Callable[[_Writer], Any]:
+        node, target = part.node, part.node.target
+        sources = {n: self.need(n, roles) for n, roles in self._roles_of_sources(part).items()}
+        if target in (*_RESHAPES, aten.expand.default):
+            (source,) = sources.values()
+            reshape = aten.expand.default if target is aten.expand.default else aten.reshape.default
+
+            def write(writer: _Writer) -> fx.Node:
+                sizes = [writer.size_of(part, d) for d in range(len(part.roles))]
+                return writer.emit.call(reshape, writer.env[source], sizes)
+
+            return write
+        if target is aten.slice.Tensor:
+            dim = argument(node, "dim", 0) % len(part.roles)
+            if part.roles[dim] is not None:
+                (source,) = sources.values()
+                return lambda writer: writer.env[source]  # all of the rows, or it would be a window
+
+        def compute(writer: _Writer) -> fx.Node:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: writer.operand(n, sources))
+            return writer.emit.call(target, *args, **kwargs)
+
+        return compute
+
+    def _roles_of_sources(self, part: _Part) -> dict[fx.Node, Roles]:
+        """The roles in which the op needs its operands, from the axes of the op by itself. Raises _Unfit."""
+        node, analysis = part.node, self.analysis
+        alone = Tracking(analysis.length)
+        given: dict[fx.Node, list[list[Atom]]] = {}
+        for source in tensors(node):
+            dims, along = [], []
+            for dim in analysis.track.dims(source):
+                atoms, rows = _apart(analysis, dim)
+                dims.append(atoms)
+                along.append(rows)
+            alone.out(source, tuple(dims))
+            given[source] = along
+        visit(alone, node)
+        if node in alone.problems or node in alone.misaligned:
+            raise _Unfit(f"`{node}` ({node.target}) is not followed")
+        role_of: dict[Atom, Role] = {}
+        for dim, role in zip(alone.dims(node), part.roles, strict=True):
+            rows = [atom for atom in alone.axes.flat(dim) if atom.sequence]
+            if role is None or not rows:  # an axis that is made here
+                continue
+            if len(rows) > 1 or role_of.setdefault(rows[0], role) != role:
+                raise _Unfit(f"`{node}` has one axis in two roles")
+        for action in alone.acts_along_sequence(node):
+            if any(role_of.get(atom) == "row" for atom in alone.axes.flat(action.dim)):
+                raise _Unfit(f"`{node}` ({node.target}) looks at other rows")
+        out: dict[fx.Node, Roles] = {}
+        for source, along in given.items():
+            roles: list[Role | None] = []
+            for rows in along:
+                if len(rows) > 1:
+                    raise _Unfit(f"`{source}` has two axes along the sequence in one dimension")
+                roles.append(role_of.get(rows[0].root(), "column") if rows else None)
+            out[source] = tuple(roles)
+        return out
+
+    # ---------------------------------------------------------------------------------------------- into the graph
+
+    def emit(self, emit: Emit, ranks: Ranks, parts: Sequence[_Part]) -> list[fx.Node]:
+        """The parts asked for, in front of the node."""
+        writer = _Writer(self, emit, ranks)
+        for part, write in self.steps.items():
+            writer.env[part] = write(writer)
+        return [writer.env[part] for part in parts]
+
+    def size(self, emit: Emit, expression: Any) -> Any:
+        """A size of this rank as a number of the graph."""
+        if isinstance(expression, int):
+            return expression
+        expression = sympy.sympify(expression)
+        if expression.is_Integer:
+            return int(expression)
+        if expression.is_Symbol:
+            for each in self.analysis.inputs:
+                node = self.analysis.shadow.inputs.get(each.node)
+                value = None if node is None else node.meta["val"]
+                if isinstance(value, torch.Tensor):
+                    for dim, size in enumerate(value.shape):
+                        if same_size(size_of(size), expression):
+                            return emit.call(aten.sym_size.int, each.node, dim)
+        if expression.is_Add or expression.is_Mul:
+            function = operator.add if expression.is_Add else operator.mul
+            first, *rest = (self.size(emit, each) for each in expression.args)
+            for each in rest:
+                first = emit.call(function, first, each)
+            return first
+        raise _Unfit(f"the size {expression} is not one of an input")
+
+    def _refuse_what_cannot_be_written(self, part: _Part) -> None:
+        """Every size and number has to be one of the inputs' sizes, or computed from them; and an axis that is none
+        along the sequence must not be as long as the slice."""
+        length = sympy.sympify(self.analysis.length).free_symbols
+        if not part.whole and part not in self.gathered and part.node not in self._held:
+            for size, role in zip(part.node.meta["val"].shape, part.roles, strict=True):
+                expression = sympy.sympify(size_of(size))
+                if role is None and expression.free_symbols & length:
+                    raise _Unfit(f"`{part.node}` has an axis of the size {expression} that is not followed")
+        numbers = [n.meta["val"] for n in part.node.all_input_nodes if n not in tensors(part.node)]
+        for number in [*part.node.meta["val"].shape, *numbers]:
+            if isinstance(number, torch.SymFloat | torch.SymBool | float):
+                raise _Unfit("a number that is computed from the length")
+            if not isinstance(number, int | torch.SymInt):
+                continue
+            expression = sympy.sympify(size_of(number))
+            if not expression.free_symbols <= self._symbols() or not expression.is_polynomial():
+                raise _Unfit(f"the number {expression} is not made of sizes of inputs")
+
+    def _symbols(self) -> set[Any]:
+        values = [n.meta["val"] for n in self.analysis.shadow.inputs.values()]
+        sizes = [size_of(s) for v in values if isinstance(v, torch.Tensor) for s in v.shape]
+        return {size for size in sizes if not isinstance(size, int) and size.is_Symbol}
+
+    def plan(self, apply: Callable[[Ranks], None]) -> Plan:
+        if not self.gathered:
+            raise _Unfit("no keys run along the sequence")
+        for part in self.steps:
+            self._refuse_what_cannot_be_written(part)
+        sent = [("among all ranks", bytes_of(self.analysis, p.node)) for p in self.gathered]
+        computed = {self.analysis.user_node(p.node) for p in self.steps} - {self.user_node, None}
+        return Plan(
+            "gathered keys",
+            f"the rank's queries against the {len(self.gathered)} value(s) of all ranks: "
+            + ", ".join(str(p.node) for p in self.gathered),
+            apply,
+            tuple(sent),
+            tuple(n for n in computed if n is not None and n.op in ("call_function", "call_method")),
+        )
+
+
+@dataclass
+class _Writer:
+    """Writes the parts of a region into the user's graph."""
+
+    region: _Region
+    emit: Emit
+    ranks: Ranks
+    env: dict[_Part, Any] = field(default_factory=dict)
+
+    def length(self) -> Any:
+        return self.region.size(self.emit, self.region.analysis.length)
+
+    def operand(self, node: fx.Node, sources: Mapping[fx.Node, _Part]) -> Any:
+        """A value, or a number: one that depends on the length is that of the whole sequence."""
+        if node in sources:
+            return self.env[sources[node]]
+        symbols = sympy.sympify(self.region.analysis.length).free_symbols
+        expression = sympy.sympify(size_of(node.meta["val"]))
+        return self.region.size(self.emit, expression.subs({s: s * self.ranks.world_size for s in symbols}))
+
+    def size_of(self, part: _Part, dim: int) -> Any:
+        """A dimension of a part: that of the trace for rows, and for columns as many times that as there are ranks."""
+        size = self.region.size(self.emit, size_of(part.node.meta["val"].shape[dim]))
+        if part.roles[dim] != "column":
+            return size
+        if isinstance(size, int):
+            return size * self.ranks.world_size
+        return self.emit.call(operator.mul, size, self.ranks.world_size)
+
+
+def _apart(analysis: Analysis, dim: Dim) -> tuple[Dim, list[Atom]]:
+    """A dimension in atoms of its own, so that no two axes are one yet; and those along the sequence. Raises _Unfit."""
+    axes = analysis.track.axes
+    rows = axes.flat((axes.sequence,))
+    flat = axes.flat(dim)
+    atoms: list[Atom] = []
+    along: list[Atom] = []
+    while flat:
+        if flat[: len(rows)] == rows:
+            atom = Atom(axes.length, "rows", sequence=True)
+            along.append(atom)
+            flat = flat[len(rows) :]
+        elif flat[0].sequence:
+            raise _Unfit("some rows only")
+        else:
+            atom = Atom(flat[0].size)
+            flat = flat[1:]
+        atoms.append(atom)
+    return tuple(atoms), along
+
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_MOVES = (
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.dims,
+)  # fmt: skip
+_RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+_FILLED: dict[Any, Any] = {
+    aten.zeros.default: 0, aten.ones.default: 1, aten.full.default: None, aten.scalar_tensor.default: None,
+    aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_full.default: None,
+    aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None,
+}  # fmt: skip
+"""What is made of one number, and the number; None where it is an argument."""
