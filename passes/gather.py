@@ -22,6 +22,7 @@ from torch import fx
 from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.length import depends_on, global_number
 from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.modes import modes
 from zeco_compile.passes.plans import Emit, Plan, Ranks, holder_of, settle
 from zeco_compile.passes.region import Region, Sizes, cut_region
 from zeco_compile.passes.report import op_name
@@ -44,6 +45,9 @@ def gather_region(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         return None
     region = cut_region(analysis, results[0].value, _MOST_INPUTS)
     if region is None or region.masks:
+        return None
+    mode_of = modes(analysis.gm.graph)
+    if any(mode_of[node] != mode_of[user_node] for node in region.user_nodes):
         return None
     holders: dict[fx.Node, tuple[fx.Node, int | None]] = {}
     for node in region.inputs:

@@ -14,7 +14,7 @@ from sizes alone, masks and positions, is made again for the rows of this rank a
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from torch import fx
 from zeco_compile.passes.analysis import Analysis, State
 from zeco_compile.passes.axes import Atom, Dim, same_size, size_of
 from zeco_compile.passes.axis_rules import visit
+from zeco_compile.passes.modes import reason_against
 from zeco_compile.passes.plans import (
     Emit,
     Plan,
@@ -39,6 +40,8 @@ from zeco_compile.passes.plans import (
 )
 from zeco_compile.passes.schema import argument, operand, tensors
 from zeco_compile.passes.tracking import Tracking
+
+log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 zeco = torch.ops.zeco
@@ -58,7 +61,8 @@ def over_all_keys(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         if user_node.target is torch.nn.functional.scaled_dot_product_attention:
             return _sdpa(analysis, user_node)
         return _written_out(analysis, user_node)
-    except _Unfit:
+    except _Unfit as why:
+        log.debug("no softmax attention ends at %s: %s", user_node, why)
         return None
 
 
@@ -183,13 +187,17 @@ class _Part:
         return [d for d, role in enumerate(self.roles) if role == "column"]
 
 
+Writing = Callable[["_Writer"], Any]
+"""Writes a part into the graph, when everything that it is computed from is there."""
+
+
 @dataclass
 class _Region:
     """What is computed again, part by part in an order that serves; how each part is written into the graph."""
 
     analysis: Analysis
     user_node: fx.Node
-    steps: dict[_Part, Callable[[_Writer], Any]] = field(default_factory=dict)
+    steps: dict[_Part, Writing] = field(default_factory=dict)
     gathered: list[_Part] = field(default_factory=list)
     _held: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -201,24 +209,35 @@ class _Region:
         """Adds the value in these roles, and what it is computed from. Raises _Unfit."""
         part = _Part(node, roles)
         if part not in self.steps:
-            write = None
-            if any(roles) and self.analysis.is_constant(node):  # made again: there is no need to send it
-                with contextlib.suppress(_Unfit):
-                    write = self._interior(part)
-            write = write or self._leaf(part)
-            if write is None:
-                try:
-                    write = self._interior(part)
-                except _Unfit:
-                    write = self._cut_from_whole(part)
-            self.steps[part] = write
+            ways = [self._leaf, self._interior, self._cut_from_whole]
+            if any(roles) and self.analysis.is_constant(node):
+                ways.insert(0, self._interior)  # made again: there is no need to send it
+            self.steps[part] = self._first(ways, part)
         return part
+
+    def _first(self, ways: Sequence[Callable[[_Part], Writing | None]], part: _Part) -> Writing:
+        """The first way that leads to the part; what the others have added on their way goes. Raises _Unfit."""
+        reason = _Unfit(f"`{part.node}` is not followed")
+        steps, gathered = len(self.steps), len(self.gathered)
+        for way in ways:
+            try:
+                if (write := way(part)) is not None:
+                    self._check_sizes(part, made=way == self._interior)
+                    return write
+            except _Unfit as why:
+                reason = why
+            while len(self.steps) > steps:
+                self.steps.popitem()
+            del self.gathered[gathered:]
+        raise reason
 
     def need_whole(self, node: fx.Node) -> _Part:
         """Adds a value as the unsharded model has it: a mask or positions, computed on every rank. Raises _Unfit."""
         part = _Part(node, (), whole=True)
         if part not in self.steps:
-            self.steps[part] = self._whole(part)
+            write = self._whole(part)
+            self._check_sizes(part, made=False)
+            self.steps[part] = write
         return part
 
     def softmax_over_columns(self) -> bool:
@@ -229,7 +248,7 @@ class _Region:
 
     # -------------------------------------------------------------------------------------------- values at hand
 
-    def _leaf(self, part: _Part) -> Callable[[_Writer], Any] | None:
+    def _leaf(self, part: _Part) -> Writing | None:
         node, analysis = part.node, self.analysis
         holder = self._held.get(node)
         if holder is None or analysis.state(node) is not State.LOCAL:
@@ -267,7 +286,7 @@ class _Region:
 
     # ------------------------------------------------------------------------------- masks and positions, as a whole
 
-    def _cut_from_whole(self, part: _Part) -> Callable[[_Writer], Any]:
+    def _cut_from_whole(self, part: _Part) -> Writing:
         """Numbers that need other rows (which document a token is in, counted from the first) are small: they are
         computed for the whole sequence, and this rank takes its rows."""
         rows = [d for d, role in enumerate(part.roles) if role is not None]
@@ -286,7 +305,7 @@ class _Region:
 
         return cut
 
-    def _whole(self, part: _Part) -> Callable[[_Writer], Any]:
+    def _whole(self, part: _Part) -> Writing:
         node, analysis = part.node, self.analysis
         made = node.meta.get("val")
         along = analysis.track.sequence_dims(node)
@@ -315,7 +334,7 @@ class _Region:
 
     # --------------------------------------------------------------------------------------------- values computed
 
-    def _interior(self, part: _Part) -> Callable[[_Writer], Any]:
+    def _interior(self, part: _Part) -> Writing:
         node, target = part.node, part.node.target
         if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
             raise _Unfit(f"`{node}` is not followed")
@@ -333,7 +352,7 @@ class _Region:
             return self._table(part)
         return self._computed(part)
 
-    def _range(self, part: _Part) -> Callable[[_Writer], Any]:
+    def _range(self, part: _Part) -> Writing:
         node = part.node
         (role,) = part.roles
         start, step = (0, 1)
@@ -357,7 +376,7 @@ class _Region:
 
         return write
 
-    def _filled(self, part: _Part) -> Callable[[_Writer], Any]:
+    def _filled(self, part: _Part) -> Writing:
         node = part.node
         if any(isinstance(n, fx.Node) for n in (*node.args[1:2], *node.kwargs.values()) if n is not None):
             raise _Unfit(f"`{node}` is filled with a number that is computed")
@@ -376,7 +395,7 @@ class _Region:
 
         return write
 
-    def _triangle(self, part: _Part) -> Callable[[_Writer], Any]:
+    def _triangle(self, part: _Part) -> Writing:
         node = part.node
         source = self.need(operand(node, 0), part.roles)
         diagonal = argument(node, "diagonal", 0)
@@ -397,7 +416,7 @@ class _Region:
 
         return write
 
-    def _table(self, part: _Part) -> Callable[[_Writer], Any]:
+    def _table(self, part: _Part) -> Writing:
         """`table[:T]`: rows by position of something that every rank holds."""
         node = part.node
         dim = argument(node, "dim", 0) % node.meta["val"].dim()
@@ -413,7 +432,7 @@ class _Region:
 
         return write
 
-    def _computed(self, part: _Part) -> Callable[[_Writer], Any]:
+    def _computed(self, part: _Part) -> Writing:
         node, target = part.node, part.node.target
         sources = {n: self.need(n, roles) for n, roles in self._roles_of_sources(part).items()}
         if target in (*_RESHAPES, aten.expand.default):
@@ -505,15 +524,14 @@ class _Region:
             return first
         raise _Unfit(f"the size {expression} is not one of an input")
 
-    def _refuse_what_cannot_be_written(self, part: _Part) -> None:
-        """Every size and number has to be one of the inputs' sizes, or computed from them; and an axis that is none
-        along the sequence must not be as long as the slice."""
+    def _check_sizes(self, part: _Part, made: bool) -> None:
+        """Raises _Unfit for a size or a number that is none of the inputs' sizes, nor computed from them; and for an
+        axis of a value that is `made` here, if it is as long as the slice and none along the sequence."""
         length = sympy.sympify(self.analysis.length).free_symbols
-        if not part.whole and part not in self.gathered and part.node not in self._held:
-            for size, role in zip(part.node.meta["val"].shape, part.roles, strict=True):
-                expression = sympy.sympify(size_of(size))
-                if role is None and expression.free_symbols & length:
-                    raise _Unfit(f"`{part.node}` has an axis of the size {expression} that is not followed")
+        for size, role in zip(part.node.meta["val"].shape, part.roles, strict=True) if made else ():
+            expression = sympy.sympify(size_of(size))
+            if role is None and expression.free_symbols & length:
+                raise _Unfit(f"`{part.node}` has an axis of the size {expression} that is not followed")
         numbers = [n.meta["val"] for n in part.node.all_input_nodes if n not in tensors(part.node)]
         for number in [*part.node.meta["val"].shape, *numbers]:
             if isinstance(number, torch.SymFloat | torch.SymBool | float):
@@ -532,8 +550,9 @@ class _Region:
     def plan(self, apply: Callable[[Ranks], None]) -> Plan:
         if not self.gathered:
             raise _Unfit("no keys run along the sequence")
-        for part in self.steps:
-            self._refuse_what_cannot_be_written(part)
+        computed_nodes = [part.node for part in self.steps if part.node not in self._held]
+        if (against := reason_against(self.analysis, computed_nodes, self.user_node)) is not None:
+            raise _Unfit(against)
         sent = [("among all ranks", bytes_of(self.analysis, p.node)) for p in self.gathered]
         computed = {self.analysis.user_node(p.node) for p in self.steps} - {self.user_node, None}
         return Plan(

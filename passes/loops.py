@@ -24,10 +24,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from zeco_compile.lowering.torch_private import storage_key
 from zeco_compile.passes import torch_private
 from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.modes import AS_CALLED, changes_gradient, modes
 from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
 from zeco_compile.passes.schema import argument, operand, operands
 
@@ -74,10 +74,10 @@ def lift_steps(analysis: Analysis, decisions: list[Decision]) -> int:
     """
     if not isinstance(analysis.length, int) or analysis.length < 2:
         return 0
-    families = _find(analysis)
+    families, touched = _find(analysis)
     if not families:
         return 0
-    emitter = _Emitter(analysis, families, decisions)
+    emitter = _Emitter(analysis, families, touched, decisions)
     moved = emitter.lift()
     return moved + emitter.sink()
 
@@ -85,12 +85,15 @@ def lift_steps(analysis: Analysis, decisions: list[Decision]) -> int:
 # ------------------------------------------------------------------------------------------------------- finding
 
 
-def _find(analysis: Analysis) -> dict[fx.Node, _Family]:
-    """The complete families: nodes of the shadow -> the family whose step they are."""
+def _find(analysis: Analysis) -> tuple[dict[fx.Node, _Family], set[fx.Node]]:
+    """The complete families: nodes of the shadow -> the family whose step they are; and all that is computed from a
+    row, in whatever way."""
     length = analysis.length
     known: dict[Any, _Family] = {}
     of: dict[fx.Node, tuple[_Family, int]] = {}
     constants: dict[Any, fx.Node] = {}
+    touched: set[fx.Node] = set()
+    plain = _plainly_run(analysis)
 
     def same(leaf: Any) -> Any:
         """What is the same in every step: a family for its values, one node for constants made alike."""
@@ -98,14 +101,20 @@ def _find(analysis: Analysis) -> dict[fx.Node, _Family]:
             return repr(leaf)
         if leaf in of:
             return of[leaf][0]
-        if analysis.is_constant(leaf) and leaf.op == "call_function" and not leaf.all_input_nodes:
+        if _is_factory(analysis, leaf):
             return constants.setdefault((leaf.target, repr(leaf.args), repr(leaf.kwargs)), leaf)
         return leaf
 
     for node in analysis.shadow.graph.nodes:
         if node.op != "call_function":
             continue
+        if not touched.isdisjoint(node.all_input_nodes):
+            touched.add(node)
         taken = _takes_row(analysis, node)
+        if not plain(node):
+            if taken is not None:
+                touched.add(node)
+            continue
         if taken is not None:
             source, dim, keeps_dim, t = taken
             key: Any = ("row", source, dim, keeps_dim)
@@ -113,8 +122,9 @@ def _find(analysis: Analysis) -> dict[fx.Node, _Family]:
         else:
             within = [of[source] for source in node.all_input_nodes if source in of]
             steps = {t for _, t in within}
-            if len(steps) != 1:
-                continue
+            others = {source for source in node.all_input_nodes if source not in of}
+            if len(steps) != 1 or not others.isdisjoint(touched):
+                continue  # a value of one step that all of them use is another thing on a slice
             own = _own_elements(node, [(f.node, f.own) for f, _ in within])
             if own is None:
                 continue
@@ -123,10 +133,32 @@ def _find(analysis: Analysis) -> dict[fx.Node, _Family]:
             key = (node.target, repr(spec), tuple(same(leaf) for leaf in flat))
             computes = node.target not in _VIEWS or any(f.computes for f, _ in within)
             made = _Family(node, computes, own)
+        touched.add(node)
         family = known.setdefault(key, made)
         family.steps.setdefault(t, []).append(node)
         of[node] = family, t
-    return {n: f for n, (f, _) in of.items() if len(f.steps) == length}
+    return {n: f for n, (f, _) in of.items() if len(f.steps) == length}, touched
+
+
+def _plainly_run(analysis: Analysis) -> Callable[[fx.Node], bool]:
+    """Whether an ATen node runs as the model was called: gradients as they were, no autocast, no backward of its own."""
+    mode_of = modes(analysis.gm.graph)
+
+    def plain(node: fx.Node) -> bool:
+        origin = analysis.shadow.origin.get(node)
+        if origin is None or changes_gradient(origin) or node.target is aten.detach.default:
+            return False
+        return mode_of[origin] == AS_CALLED
+
+    return plain
+
+
+def _is_factory(analysis: Analysis, node: fx.Node) -> bool:
+    """Made of numbers alone, and so the same wherever it is made again."""
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return (
+        analysis.is_constant(node) and node.op == "call_function" and not node.all_input_nodes and not random
+    )
 
 
 def _takes_row(analysis: Analysis, node: fx.Node) -> tuple[fx.Node, int, bool, int] | None:
@@ -210,12 +242,18 @@ class _Emitter:
     """Writes families into the user's graph."""
 
     def __init__(
-        self, analysis: Analysis, family_of: dict[fx.Node, _Family], decisions: list[Decision]
+        self,
+        analysis: Analysis,
+        family_of: dict[fx.Node, _Family],
+        touched: set[fx.Node],
+        decisions: list[Decision],
     ) -> None:
         self.analysis, self.family_of, self.decisions = analysis, family_of, decisions
+        self.touched = touched
+        self.plain = _plainly_run(analysis)
         self.shadow, self.graph = analysis.shadow, analysis.gm.graph
         self.order = {node: i for i, node in enumerate(self.graph.nodes)}
-        self.mutable = _mutable_holders(analysis)
+        self.mutable = {holder for holder in self.shadow.memory if self.shadow.is_written_to(holder)}
         self.reads: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
         for (user, read), value in self.shadow.reads.items():
             if isinstance(value, fx.Node):
@@ -361,7 +399,7 @@ class _Emitter:
         moved = 0
         for node in self.shadow.graph.nodes:
             collected = _collected(self.analysis, node)
-            if collected is None or node not in self.shadow.origin:
+            if collected is None or not self.plain(node):
                 continue
             cut = self._cut(self._cuts(collected.steps), self.holders(self.order[self.shadow.origin[node]]))
             if not any(link.target not in _VIEWS for link in cut.links):
@@ -397,7 +435,7 @@ class _Emitter:
         if any(n.op != "call_function" or n.target is not first.target or n in self.family_of for n in now):
             return None
         flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in now]
-        if any(spec != flat[0][1] for _, spec in flat) or any(n not in self.shadow.origin for n in now):
+        if any(spec != flat[0][1] for _, spec in flat) or not all(map(self.plain, now)):
             return None
         late: dict[Any, list[fx.Node]] = {}
         for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
@@ -414,9 +452,9 @@ class _Emitter:
         return list(late.values())
 
     def _explained(self, leaves: Sequence[Any]) -> bool:
-        """One node in all steps, or the steps of one family in order."""
+        """One node in all steps that is of none of them, or the steps of one family in order."""
         if all(leaf is leaves[0] for leaf in leaves):
-            return True
+            return leaves[0] not in self.touched
         family = self.family_of.get(leaves[0])
         return family is not None and all(leaf in family.steps.get(t, ()) for t, leaf in enumerate(leaves))
 
@@ -491,12 +529,11 @@ class _Emitter:
         return readers
 
     def _written_after(self, holder: fx.Node, end: fx.Node) -> bool:
-        storage = _storage(holder)
-        versions: dict[fx.Node, set[Any]] = {}
-        for (user, read), value in self.shadow.reads.items():
-            if self.order[user] > self.order[end] and (storage is None or _storage(read) == storage):
-                versions.setdefault(read, set()).add(_comparable(value))
-        return any(len(each) > 1 for each in versions.values())
+        memory = self.shadow.memory[holder]
+        return any(
+            self.order[user] > self.order[end] and not memory.isdisjoint(written)
+            for user, written in self.shadow.writes.items()
+        )
 
     # ------------------------------------------------------------------------------------------------ afterwards
 
@@ -572,29 +609,3 @@ def _collected(analysis: Analysis, node: fx.Node) -> _Collected | None:
     if len(written) != length or whole.shape[dim] != length or not alike:
         return None
     return _Collected([written[t] for t in range(length)], dim, keeps_dim)
-
-
-# ----------------------------------------------------------------------------------------------------- mutation
-
-
-def _mutable_holders(analysis: Analysis) -> set[fx.Node]:
-    """Nodes of the user's graph whose tensors are written to at some time, under this name or another one."""
-    versions: dict[fx.Node, set[Any]] = {}
-    for holder, value in analysis.shadow.value.items():
-        versions.setdefault(holder, set()).add(_comparable(value))
-    for (_, read), value in analysis.shadow.reads.items():
-        versions.setdefault(read, set()).add(_comparable(value))
-    written = {holder for holder, each in versions.items() if len(each) > 1}
-    storages = {_storage(holder) for holder in written}
-    return {h for h in versions if h in written or (storages and _storage(h) in (None, *storages))}
-
-
-def _comparable(value: Any) -> Any:
-    """The version of a tensor, or of several."""
-    return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node))
-
-
-def _storage(holder: fx.Node) -> int | None:
-    """The memory of a node's tensor as Dynamo traced it, None where that is not known."""
-    value = holder.meta.get("example_value")
-    return storage_key(value) if isinstance(value, torch.Tensor) else None

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State
+from zeco_compile.passes.modes import reason_against
 from zeco_compile.passes.plans import (
     Emit,
     Plan,
@@ -257,6 +258,8 @@ class _Windows:
                 return None
         inside = set(region.interior)
         region.interior = [n for n in analysis.shadow.graph.nodes if n in inside]
+        if reason_against(analysis, region.interior, user_node) is not None:
+            return None
         rows = [each for each in results if analysis.track.sequence_dims(each)]
         return region if region.bases and rows and all(map(region._is_plain, rows)) else None
 

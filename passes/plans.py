@@ -182,10 +182,8 @@ def path_to_base(analysis: Analysis, node: fx.Node) -> tuple[fx.Node, list[fx.No
 
 
 def holder_of(analysis: Analysis, value: fx.Node) -> fx.Node | None:
-    """A node of the user's graph that returned this value (and still has it: nothing wrote into it)."""
+    """A node of the user's graph that returned this value, and still has it: nothing writes into its memory."""
     for user_node, made in analysis.shadow.value.items():
-        if made is value:
-            later = [read for (_, argument_), read in analysis.shadow.reads.items() if argument_ is user_node]
-            if all(read is value for read in later):
-                return user_node
+        if made is value and not analysis.shadow.is_written_to(user_node):
+            return user_node
     return None

@@ -26,6 +26,7 @@ from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.axes import Atom
 from zeco_compile.passes.layout import Canonical, GraphOperations, arrange, disarrange
 from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.modes import reason_against
 from zeco_compile.passes.plans import settle
 from zeco_compile.passes.region import (
     CannotEvaluate,
@@ -143,6 +144,8 @@ def _match(analysis: Analysis, output: fx.Node, running_sums: bool) -> tuple[Mat
     region = cut_region(analysis, output, MOST_INPUTS)
     if region is None:
         return None, "it has too many inputs, or one that is no value of each position"
+    if (against := reason_against(analysis, region.interior, analysis.shadow.origin[output])) is not None:
+        return None, against
     analysis = analysis.of_region(region.inputs, region.interior)
     if len(analysis.track.sequence_dims(region.output)) != 1:
         return None, "by itself it does not show which rows of its result belong to which positions"
@@ -400,6 +403,9 @@ def _gate_source(analysis: Analysis, roles: Roles) -> tuple[fx.Node | None, Gate
     under: dict[Any, GateForm] = {aten.exp.default: forms["g"], aten.sigmoid.default: forms["logsigmoid(z)"]}
     inner = under.get(current.target)
     if inner is None or not isinstance(current.args[0], fx.Node):
+        return node, form
+    passed, end = [node, current], analysis.shadow.origin[roles.axes.output]
+    if reason_against(analysis, passed, end) is not None:
         return node, form
     source = current.args[0]
     user_node = analysis.shadow.origin.get(source)

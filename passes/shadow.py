@@ -30,7 +30,8 @@ class Shadow:
     ``origin``: ATen node -> node of the user's graph. ``inputs``: placeholder of the user's graph -> ATen
     placeholder. ``value``: node of the user's graph -> ATen node(s) of its result when it was made (a pytree
     with ATen nodes for tensors). ``reads``: (user node, argument node) -> the same for the value of the argument
-    when the user ran. ``groups``: user node -> its ATen nodes, in order.
+    when the user ran. ``memory``: node of the user's graph -> the memory of its tensors, by a number that views
+    share; ``writes``: node -> the memory that it wrote into. ``groups``: user node -> its ATen nodes, in order.
     """
 
     graph: fx.Graph
@@ -38,6 +39,8 @@ class Shadow:
     inputs: dict[fx.Node, fx.Node]
     value: dict[fx.Node, Any]
     reads: dict[tuple[fx.Node, fx.Node], Any]
+    memory: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+    writes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     groups: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
     def tensors_read(self, user: fx.Node, argument: fx.Node) -> list[fx.Node]:
@@ -53,21 +56,35 @@ class Shadow:
     def holders(self, order: Mapping[fx.Node, int], at: int) -> dict[fx.Node, fx.Node]:
         """Which node of the user's graph holds an ATen node's value right behind the node at position `at`.
 
-        `order` has the positions; nodes that are not in it (made since) hold nothing.
+        `order` has the positions; nodes that are not in it (made since) hold nothing. What was written to after it
+        was seen last, under whatever name, is not known to hold anything.
         """
         latest: dict[fx.Node, Any] = {}
-        when: dict[fx.Node, int] = {}
+        unwritten_from: dict[fx.Node, int] = {}
         for user, made in self.value.items():
             if order.get(user, at + 1) <= at:
-                latest[user], when[user] = made, order[user]
+                latest[user], unwritten_from[user] = (
+                    made,
+                    order[user] + 1,
+                )  # its own writes are in what it made
         for (user, argument), read in self.reads.items():
-            if order.get(user, at + 1) <= at and when.get(argument, -1) <= order[user]:
-                latest[argument], when[argument] = read, order[user]
+            if order.get(user, at + 1) <= at and unwritten_from.get(argument, 0) <= order[user]:
+                latest[argument], unwritten_from[argument] = read, order[user]
+        last_write: dict[int, int] = {}
+        for user, written in self.writes.items():
+            if order.get(user, at + 1) <= at:
+                for key in written:
+                    last_write[key] = max(last_write.get(key, -1), order[user])
         out: dict[fx.Node, fx.Node] = {}
         for holder, value in latest.items():
-            if isinstance(value, fx.Node):
+            touched = max((last_write.get(key, -1) for key in self.memory.get(holder, ())), default=-1)
+            if isinstance(value, fx.Node) and touched < unwritten_from[holder]:
                 out.setdefault(value, holder)
         return out
+
+    def is_written_to(self, holder: fx.Node) -> bool:
+        """Some node writes into its memory, under whatever name."""
+        return any(not self.memory.get(holder, frozenset()).isdisjoint(each) for each in self.writes.values())
 
 
 class _Recorder(fx.Interpreter):
@@ -80,15 +97,26 @@ class _Recorder(fx.Interpreter):
         self.inputs: dict[fx.Node, fx.Node] = {}
         self.made: dict[fx.Node, Any] = {}
         self.reads: dict[tuple[fx.Node, fx.Node], Any] = {}
+        self.memory: dict[fx.Node, frozenset[int]] = {}
+        self.writes: dict[fx.Node, frozenset[int]] = {}
         self.aten_graph: fx.Graph | None = None
         self._seen = 0
+        self._alive: list[Any] = []  # so that no memory gets the number of another that is gone
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op not in ("placeholder", "get_attr"):
             self._note_reads(n)
+        read = {argument: self.env[argument] for argument in n.all_input_nodes}
         result = super().run_node(n)
+        written = [
+            x for argument, x in read.items() if self._versions(x) != self._versions(self.reads[n, argument])
+        ]
+        if written:
+            self.writes[n] = frozenset(key for x in written for key in torch_private.memory_of(x))
         self._claim_new_nodes(n)
         self.made[n] = self._aten(result)
+        self.memory[n] = frozenset(torch_private.memory_of(result))
+        self._alive.append(result)
         if n.op == "placeholder" and isinstance(self.made[n], fx.Node):
             self.inputs[n] = self.made[n]
         return result
@@ -126,6 +154,9 @@ class _Recorder(fx.Interpreter):
             if node.op != "placeholder":
                 self.origin[node] = n
         self._seen = len(nodes)
+
+    def _versions(self, value: Any) -> list[Any]:
+        return [leaf for leaf in pytree.tree_leaves(self._aten(value)) if isinstance(leaf, fx.Node)]
 
     def _aten(self, value: Any) -> Any:
         return pytree.tree_map(torch_private.traced_node, value)
@@ -211,7 +242,15 @@ def build_shadow(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Shadow:
     recorder = _Recorder(gm)
     with enable_python_dispatcher(), fake_mode, torch.no_grad():
         traced = torch_private.trace_functional(recorder.run, fakes)
-    shadow = Shadow(traced.graph, recorder.origin, recorder.inputs, recorder.made, recorder.reads)
+    shadow = Shadow(
+        traced.graph,
+        recorder.origin,
+        recorder.inputs,
+        recorder.made,
+        recorder.reads,
+        recorder.memory,
+        recorder.writes,
+    )
     _simplify(shadow)
     for node in shadow.graph.nodes:
         if node in shadow.origin:

@@ -127,6 +127,15 @@ def traced_node(value: Any) -> Any:
     return value
 
 
+def memory_of(value: Any) -> list[int]:
+    """The memory of each tensor in a value being traced functionally, as a number that all its views share."""
+    return [
+        leaf.elem.untyped_storage()._cdata
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, FunctionalTensor)
+    ]
+
+
 def symbols_of_size(size: Any) -> set[Any]:
     """The symbol that a fake tensor's size is, under the name it was made with and the one it has now."""
     if not isinstance(size, torch.SymInt):
