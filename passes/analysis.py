@@ -65,7 +65,7 @@ class Analysis:
 
     def is_table_lookup(self, node: fx.Node) -> bool:
         """A slice of something whole whose result runs along the sequence: one row for each position."""
-        if node.target is not torch.ops.aten.slice.Tensor or node in self._constants:
+        if node.target is not torch.ops.aten.slice.Tensor:
             return False
         source = operand(node, 0)
         dim = argument(node, "dim", 0) % source.meta["val"].dim()

@@ -141,7 +141,7 @@ def _find(analysis: Analysis) -> tuple[dict[fx.Node, _Family], set[fx.Node]]:
 
 
 def _plainly_run(analysis: Analysis) -> Callable[[fx.Node], bool]:
-    """Whether an ATen node runs as the model was called: gradients as they were, no autocast, no backward of its own."""
+    """Whether an ATen node runs as the model was called: no other mode, and no backward of its own."""
     mode_of = modes(analysis.gm.graph)
 
     def plain(node: fx.Node) -> bool:

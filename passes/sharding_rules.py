@@ -17,10 +17,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 
+import sympy
 import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.length import depends_on, global_number
 from zeco_compile.passes.losses import cross_entropy
 from zeco_compile.passes.neighbours import concatenation, convolution, padding
 from zeco_compile.passes.plans import (
@@ -136,13 +138,19 @@ def _positions(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     step = node.args[2] if node.target is aten.arange.start_step and len(node.args) > 2 else 1
     if not isinstance(step, int | float):
         return None
+    start = user_node.args[0] if len(user_node.args) > 1 else user_node.kwargs.get("start", 0)
+    symbols = sympy.sympify(analysis.length).free_symbols
 
     def apply(ranks: Ranks) -> None:
         emit = Emit(user_node, after=True)
         length = emit.call(aten.sym_size.int, user_node, 0)
         offset = emit.call(operator.mul, length, ranks.rank * step)
+        keep = [length]
+        if isinstance(start, fx.Node) and depends_on(start, symbols):  # `arange(1 - T, 1)`
+            first = global_number(start, symbols, ranks.world_size, {})
+            offset = emit.call(operator.add, offset, emit.call(operator.sub, first, start))
         new = emit.call(aten.add.Tensor, user_node, offset)
-        replace_value(user_node, new, [length, new])
+        replace_value(user_node, new, [*keep, new])
         settle(user_node)
 
     return Plan("offset", "positions start at the rank's first token", apply)

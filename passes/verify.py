@@ -28,6 +28,7 @@ def verify(analysis: Analysis) -> list[int | None]:
     assign_states(analysis, settled)
     refuse_mixed(analysis)
     _refuse_owned_rows(analysis)
+    _refuse_constant_rows(analysis)
     _refuse_sizes_of_the_slice(analysis)
     _refuse_partial_outputs(analysis)
     return _output_dims(analysis)
@@ -65,6 +66,22 @@ def _refuse_owned_rows(analysis: Analysis) -> None:
             ],
             node=str(user_input.node),
         )
+
+
+def _refuse_constant_rows(analysis: Analysis) -> None:
+    """A constant of the code with one row per position of the slice: `torch.tensor([f(i) for i in range(T)])`."""
+    origins = {str(o) for o in analysis.track.axes.sequence.root().origins}
+    for node in analysis.shadow.graph.nodes:
+        if node.op == "get_attr" and f"get_attr {node.name}" in origins:
+            users = [analysis.user_node(user) for user in node.users]
+            user_node = next((user for user in users if user is not None), None)
+            raise UnsupportedOp(
+                op_name(user_node) if user_node is not None else "a constant",
+                location=user_location(user_node),
+                why="a constant that the code computed has one row for each position of this rank's slice: the "
+                "values are those of the first positions on every rank.",
+                hints=["compute it from torch.arange(length), or take rows of a table: table[: x.shape[1]]"],
+            )
 
 
 def _refuse_sizes_of_the_slice(analysis: Analysis) -> None:
