@@ -12,11 +12,12 @@ verify          the result is analysed from nothing, and has to be right as it s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
+from zeco_compile import second_look
 from zeco_compile.debug import DebugDump
 from zeco_compile.lowering import volume
 from zeco_compile.lowering.all_scan import resolve_schedule
@@ -83,9 +84,12 @@ def rewrite(
         ("loops", _loops),
         ("by_meaning", _by_meaning),
     ]
+    seen: list[second_look.Step] | None = None
     if ranks.world_size > 1:
         refuse_constant_slices(first)
         length.refuse_fixed_lengths(first)
+        if first.length == 1:
+            seen = second_look.user_steps(gm)
         passes += [
             ("running_sums", _running_sums),
             ("length", _length),
@@ -98,6 +102,8 @@ def rewrite(
             if analysis is None:
                 analysis = work.analyse()
                 assert analysis is not None, "the inputs are the same in every pass"
+            if name == "length" and isinstance(first.length, int) and seen is None:
+                seen = second_look.steps_of(analysis)
             run(work, analysis, record)
             if record.matches:
                 gm.graph.lint()
@@ -106,7 +112,30 @@ def rewrite(
         dump.graph(f"after_{name}", gm)
     if ranks.world_size > 1:
         report.communication[:0] = _scans(work)
+    if seen is not None:
+        _look_again(work, seen, one_token=first.length == 1)
     return Rewritten(list(work.masks.values()), work.output_dims)
+
+
+def _look_again(work: _Rewriting, seen: list[second_look.Step], one_token: bool) -> None:
+    """Refuses a model whose length is a constant in the trace if it is another program for another length."""
+
+    def steps(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[second_look.Step]:
+        if one_token:
+            return second_look.user_steps(gm)
+        again = replace(work, gm=gm, example_inputs=example_inputs, report=Report(), attempts=[], masks={})
+        for run in (_by_name, _loops, _by_meaning, _running_sums):
+            analysis = again.analyse()
+            assert analysis is not None, "the inputs are the same, but for their length"
+            run(again, analysis, PassRecord(run.__name__, 0.0, 0))
+            gm.recompile()
+        analysis = again.analyse()
+        assert analysis is not None, "the inputs are the same, but for their length"
+        return second_look.steps_of(analysis)
+
+    second_look.look_again(
+        work.gm, work.example_inputs, work.settings.seq_dim, work.ranks.world_size, seen, steps
+    )
 
 
 def _scans(work: _Rewriting) -> list[Communication]:

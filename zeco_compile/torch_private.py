@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -135,3 +136,39 @@ def current_compilation() -> Compilation | None:
     return Compilation(
         backend, options, fullgraph, "".join(traceback.format_list(TracingContext.extract_stack()))
     )
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The Python function that Dynamo is compiling, with its arguments as they were when it was called."""
+
+    code: Any
+    scope: Mapping[str, Any]
+    variables: dict[str, Any]
+    closure: tuple[Any, ...]
+
+    def compile(self, change: Callable[[Any], Any], backend: Callable[..., Any]) -> None:
+        """Compiles the function for changed arguments, with constant sizes, and calls it; `backend` gets its graphs.
+
+        Nothing of it is remembered: the code is a copy, and has caches of its own.
+        """
+        code = self.code.replace()
+        function = types.FunctionType(code, dict(self.scope), code.co_name, None, self.closure or None)
+        names = code.co_varnames
+        positional = [self.variables[name] for name in names[: code.co_argcount]]
+        count = code.co_argcount + code.co_kwonlyargcount
+        keywords = {name: self.variables[name] for name in names[code.co_argcount : count]}
+        if code.co_flags & inspect.CO_VARARGS:
+            positional += self.variables[names[count]]
+            count += 1
+        if code.co_flags & inspect.CO_VARKEYWORDS:
+            keywords |= self.variables[names[count]]
+        compiled = torch.compile(function, backend=backend, dynamic=False)
+        compiled(*change(positional), **change(keywords))
+
+
+def root_frame() -> Frame:
+    """The frame that the backend is called for. To be called by a backend, within its call."""
+    root = InstructionTranslator.current_tx().output.root_tx
+    variables = {n: v.cell_contents if isinstance(v, types.CellType) else v for n, v in root.f_locals.items()}
+    return Frame(root.f_code, root.f_globals, variables, tuple(root.closure or ()))

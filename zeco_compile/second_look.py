@@ -1,0 +1,205 @@
+"""A second look at a model whose length is a constant in the trace: is it the same program for a longer sequence?
+
+Dynamo traces the length as a symbol where it can, and then every number shows what it was computed from. It cannot
+where the code loops over the length, takes `math.log` of it, or has one token per rank. Then a number in the graph
+may be the length of the slice, a step may be special (`if t == 0`, `t % 64 == 0`), and nothing shows it. So the
+user's function is traced once more, on longer inputs, and both traces are compared: what differs depends on the
+length in a way that is not known, and is refused.
+
+Nothing is run: the inputs of the second trace are the given ones, repeated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from zeco_compile import torch_private
+from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.errors import CompileError, LengthInValue
+from zeco_compile.passes.inputs import MARK, graph_inputs
+from zeco_compile.passes.locations import Location, user_location
+from zeco_compile.passes.report import op_name
+
+_MOST_TOKENS = 128
+"""Up to this many tokens the second trace is of the whole sequence; beyond, of two slices."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One op of a trace: what it is, the numbers it was given that are no sizes, and the user's line."""
+
+    op: str
+    numbers: tuple[str, ...]
+    location: Location
+
+    def __str__(self) -> str:
+        return f"{self.op}({', '.join(self.numbers)})" if self.numbers else self.op
+
+
+def steps_of(analysis: Analysis) -> list[Step]:
+    """The ops of a graph that has been rewritten as far as it does not depend on the ranks."""
+    return [
+        Step(op_name(node), tuple(_numbers(node)), user_location(analysis.user_node(node)))
+        for node in analysis.shadow.graph.nodes
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+    ]
+
+
+def user_steps(gm: fx.GraphModule) -> list[Step]:
+    """The ops of Dynamo's own graph, with all numbers that are arguments by themselves (not in a shape)."""
+    out = []
+    for node in gm.graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            numbers = [repr(a) for a in (*node.args, *node.kwargs.values()) if isinstance(a, float | bool)]
+            out.append(Step(op_name(node), tuple(numbers), user_location(node)))
+    return out
+
+
+_KINDS = frozenset(
+    {"number", "float", "bool", "int", "Optional[number]", "Optional[float]", "Optional[bool]"}
+)
+_SIZES = frozenset({"end", "index", "start", "length", "dim0", "dim1"})
+_NUMBERS_OF_SIZE_TYPE = frozenset({"diagonal"})
+
+
+def _numbers(node: fx.Node) -> Iterator[str]:
+    schema = node.target._schema  # type: ignore[union-attr]
+    is_range = node.target in (torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
+    for index, parameter in enumerate(schema.arguments):
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(parameter.name)
+        if not isinstance(value, int | float):
+            continue
+        named = parameter.name in _NUMBERS_OF_SIZE_TYPE or (is_range and parameter.name == "start")
+        if named or (str(parameter.type) in _KINDS and parameter.name not in _SIZES):
+            yield f"{parameter.name}={value!r}"
+    for source in node.all_input_nodes:
+        constant = getattr(source.meta.get("val"), "constant", None)
+        if source.op == "get_attr" and isinstance(constant, torch.Tensor) and constant.numel() <= 16:
+            yield repr(constant.tolist())
+
+
+def look_again(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    seq_dim: int,
+    world_size: int,
+    first: list[Step],
+    steps: Callable[[fx.GraphModule, Sequence[Any]], list[Step]],
+) -> None:
+    """Raises LengthInValue where the user's function, traced on a longer sequence, is another program.
+
+    `first` are the steps of this trace, `steps(gm, example_inputs)` gives those of the other. To be called within
+    the compilation of the graph `gm`.
+    """
+    length, longer, replaced = _longer(gm, example_inputs, seq_dim, world_size)
+    frame = torch_private.root_frame()
+
+    def lengthened(value: Any) -> Any:
+        return replaced.get(id(value), value)
+
+    found: list[list[Step]] = []
+    failed: list[Exception] = []
+
+    def look(other: fx.GraphModule, others: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            found.append(steps(other, others))
+        except Exception as error:
+            failed.append(error)
+        raise _Seen()
+
+    try:
+        frame.compile(lambda tree: pytree.tree_map_only(torch.Tensor, lengthened, tree), look)
+    except _Seen:
+        pass
+    except Exception as error:
+        failed.append(error)
+    if failed:
+        raise LengthInValue(
+            f"{length} (the tokens of this rank's slice)",
+            location=_where(gm),
+            why="the code fixes the length to a constant, so it was traced once more, on inputs of "
+            f"{longer} tokens, to see what depends on it. That failed: {type(failed[0]).__name__}: {failed[0]}",
+        ) from failed[0]
+    if not found:
+        raise LengthInValue(
+            f"{length} (the tokens of this rank's slice)",
+            location=_where(gm),
+            why="the code fixes the length to a constant, and cannot be traced for another one.",
+        )
+    if length == 1:
+        _compare_kinds(first, found[0], longer)
+    else:
+        _compare(first, found[0], length, longer)
+
+
+class _Seen(CompileError):
+    """Ends the second compilation: the trace has been seen."""
+
+    def __init__(self) -> None:
+        super().__init__("the graph has been seen, and will not be run.")
+
+
+def _longer(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int, world_size: int
+) -> tuple[int, int, dict[int, torch.Tensor]]:
+    """The length, a longer one, and the inputs of that length by the identity of those given."""
+    replaced: dict[int, torch.Tensor] = {}
+    length = longer = 0
+    for each in graph_inputs(gm, example_inputs, seq_dim):
+        if each.along is None:
+            continue
+        tensor = example_inputs[each.index]
+        length = tensor.shape[each.along]
+        longer = length * (world_size if length * world_size <= _MOST_TOKENS else 2)
+        rows = torch.arange(longer, device=tensor.device) % length
+        with torch.no_grad():
+            other = tensor.detach().index_select(each.along, rows)
+        if hasattr(tensor, MARK):
+            setattr(other, MARK, getattr(tensor, MARK))
+        replaced[id(tensor)] = other.requires_grad_(tensor.requires_grad)
+    return length, longer, replaced
+
+
+def _where(gm: fx.GraphModule) -> Location:
+    calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
+    return user_location(calls[0] if calls else None)
+
+
+def _compare(first: Sequence[Step], second: Sequence[Step], length: int, longer: int) -> None:
+    """Op by op: what is left of a loop that was understood is the same whatever its length."""
+    for one, other in zip(first, second, strict=False):
+        if (one.op, one.numbers) != (other.op, other.numbers):
+            _refuse(one, str(one), str(other), length, longer)
+    if len(first) != len(second):
+        rest = (first if len(first) > len(second) else second)[min(len(first), len(second))]
+        _refuse(rest, f"{len(first)} operations", f"{len(second)}", length, longer)
+
+
+def _compare_kinds(first: Sequence[Step], second: Sequence[Step], longer: int) -> None:
+    """With one token, the body of a loop is there once: with more, each of its ops is there as often as tokens are,
+    and every other op as often as before."""
+    ones, others = Counter(first), Counter(second)
+    for step in (*ones, *others):
+        before, after = ones[step], others[step]
+        if after not in (before, before * longer):
+            _refuse(step, f"{step}, {before} time(s)", f"{after} time(s)", 1, longer)
+
+
+def _refuse(step: Step, before: str, after: str, length: int, longer: int) -> None:
+    raise LengthInValue(
+        f"{before}, which is {after} for {longer} tokens instead of {length},",
+        location=step.location,
+        why="the code is another program for a longer sequence, and what a slice has to compute for the whole one "
+        "cannot be seen: the length is a constant here (a loop over it, a function of it, or one token per rank).",
+        hints=[
+            "do not compute with the length, or with the number of a step, beside a loop over the sequence",
+            "give each rank more tokens, if the model treats some of the first ones in another way",
+        ],
+    )
