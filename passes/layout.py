@@ -101,6 +101,12 @@ class CanonicalAxes:
             analysis,
         )
 
+    def covers(self, kind: Canonical, node: fx.Node) -> bool:
+        """Every axis of the value is one of the layout's."""
+        track = self.analysis.track
+        known = {atom for group in self.groups(kind) for atom in group}
+        return all(atom in known for dim in track.dims(node) for atom in track.axes.flat(dim))
+
     def groups(self, kind: Canonical) -> list[tuple[Atom, ...]]:
         """The dimensions of a layout, each as its atoms."""
         if kind is Canonical.STATE:

@@ -4,13 +4,11 @@ In sizes (a view, a factory, the end of a slice) the slice's length is right. In
 `torch.full((), T)`, `scores / T ** 0.5`) it is not. Dynamo is asked to trace the length as a symbol
 (`request_symbolic_length`), and then every value that a symbolic number enters is given the same expression of the
 global length (`globalise_length`). Where the user's code fixes the length to a constant (a loop over it), the
-constants are all that is seen: one that may have come from the length, at a value that was reduced over the
-sequence, is refused (`refuse_constant_lengths`).
+constants are all that is seen; what depends on the length is found by a trace at another one (second_look.py).
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +26,7 @@ from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.plans import settled
 from zeco_compile.passes.report import Decision, op_name
 
-_VALUES = frozenset(
+VALUES = frozenset(
     {
         "other",
         "value",
@@ -88,7 +86,7 @@ def globalise_length(analysis: Analysis, world_size: int, decisions: list[Decisi
         uses = {"value"} if user_node.op == "output" else _uses(analysis, user_node, symbols)
         if not uses or uses <= _SIZES:
             continue
-        if not uses <= _VALUES:
+        if not uses <= VALUES:
             raise LengthInValue(
                 ", ".join(str(n.meta["example_value"]) for n in numbers),
                 location=user_location(user_node),
@@ -191,7 +189,7 @@ def _last_placeholder(graph: fx.Graph) -> fx.Node:
     return [n for n in graph.nodes if n.op == "placeholder"][-1]
 
 
-_ARITHMETIC = frozenset(
+ARITHMETIC = frozenset(
     {
         operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow,
         operator.iadd, operator.isub, operator.imul, operator.itruediv,
@@ -199,80 +197,3 @@ _ARITHMETIC = frozenset(
         "add", "sub", "mul", "div", "pow", "clamp", "add_", "sub_", "mul_", "div_",
     }
 )  # fmt: skip
-
-
-def refuse_fixed_lengths(analysis: Analysis) -> None:
-    """Raises LengthInValue where a tensor is computed with a length that the code has fixed to a constant after it
-    was read off a shape: the number is still there in the user's graph, but no longer a symbol."""
-    if not isinstance(analysis.length, int):
-        return
-    for user_node in analysis.gm.graph.nodes:
-        if settled(user_node) or user_node.target not in _ARITHMETIC or _is_number(user_node):
-            continue
-        for number in user_node.all_input_nodes:
-            if _is_number(number) and _fixed_length(number):
-                raise LengthInValue(
-                    str(number),
-                    location=user_location(user_node),
-                    why="it was computed from a size, and other code has fixed that size to a constant.",
-                )
-
-
-def _fixed_length(number: fx.Node) -> bool:
-    """It is, or was computed from, a number that was a symbol and has a constant value by now."""
-    value = number.meta.get("example_value")
-    if isinstance(value, torch.SymInt | torch.SymFloat) and _was_symbol(value):
-        return True
-    return any(_fixed_length(source) for source in number.all_input_nodes if _is_number(source))
-
-
-def _was_symbol(value: torch.SymInt | torch.SymFloat) -> bool:
-    return not value.node.expr.free_symbols and bool(torch_private.first_expression(value).free_symbols)
-
-
-def refuse_constant_lengths(analysis: Analysis, reduced: Sequence[fx.Node]) -> None:
-    """Raises LengthInValue for a constant that may be the slice's length, near a value of `reduced`.
-
-    `reduced` are nodes of the user's graph with values that were reduced over the sequence. They and what is
-    computed from them elementwise are looked at.
-    """
-    length = analysis.length
-    if not isinstance(length, int) or length == 1:
-        return
-    suspects = {
-        float(length): "T", 1 / length: "1 / T", math.sqrt(length): "sqrt(T)", 1 / math.sqrt(length): "1 / sqrt(T)",
-        float(length - 1): "T - 1", 1 / max(length - 1, 1): "1 / (T - 1)",
-    }  # fmt: skip
-    seen: set[fx.Node] = set()
-    stack = list(reduced)
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            if user in seen or user.op not in ("call_function", "call_method"):
-                continue
-            seen.add(user)
-            for argument in (*user.args, *user.kwargs.values()):
-                if not isinstance(argument, int | float) or isinstance(argument, bool):
-                    continue
-                name = next((n for v, n in suspects.items() if _same_number(argument, v)), None)
-                if name is None and length > 2 and _is_multiple(argument, length):
-                    name = "a multiple of T, or one over it, as numel() is,"
-                if name is not None:
-                    raise LengthInValue(
-                        f"{argument} (which is {name} for the slice of {length} tokens)",
-                        location=user_location(user),
-                        why="the code fixes the length to a constant, so it cannot be seen whether this "
-                        "number means it; it meets a value that was reduced over the sequence.",
-                    )
-            if len(seen) < 256:
-                stack.append(user)
-
-
-def _same_number(number: float, suspect: float) -> bool:
-    return suspect not in (0.0, 1.0, 2.0, 0.5) and math.isclose(number, suspect, rel_tol=1e-12)
-
-
-def _is_multiple(number: float, length: int) -> bool:
-    """The number or its inverse is a whole multiple of the length."""
-    whole = number if abs(number) >= 1 or number == 0 else 1 / number
-    return whole != 0 and math.isclose(whole / length, round(whole / length), rel_tol=1e-12)

@@ -424,6 +424,8 @@ class _Emitter:
             operands_ = None if self._carried(values) else self._operands(values)
             if operands_ is None:
                 return cuts
+            if any(open_.get(each[0], each) != each for each in operands_):
+                return cuts  # two that are one in step 0 only
             links.append(first)
             open_.update({each[0]: each for each in operands_})
             if len(open_) == 1:
@@ -447,6 +449,8 @@ class _Emitter:
                 return None
         beside = [(n, self.family_of[n].own) for n in first.all_input_nodes if n in self.family_of]
         given = [(n, _elements(n)) for n in late]
+        if any(n in self.family_of for n in late):
+            return None  # a value of another step
         if not late or _own_elements(first, [*given, *beside]) is None:
             return None
         return list(late.values())

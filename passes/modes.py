@@ -14,6 +14,8 @@ import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.errors import UnsupportedOp
+from zeco_compile.passes.locations import user_location
 
 aten = torch.ops.aten
 
@@ -49,6 +51,21 @@ def changes_gradient(node: fx.Node) -> bool:
         return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name in _STOPS
+
+
+def refuse_hooks(gm: fx.GraphModule) -> None:
+    """Raises UnsupportedOp for a hook on a gradient: the value that it stands on may not be there any more."""
+    for node in gm.graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if "register_hook" in str(name) or name == "register_post_accumulate_grad_hook":
+            raise UnsupportedOp(
+                "Tensor.register_hook",
+                location=user_location(node),
+                why="a hook on the gradient of a value inside of the model: the value may be computed in another way, "
+                "or not at all.",
+                hints=["register it on an input or a parameter, outside of the compiled function"],
+                node=str(node),
+            )
 
 
 def reason_against(analysis: Analysis, interior: Iterable[fx.Node], at: fx.Node) -> str | None:

@@ -169,6 +169,8 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
         if axes is None:
             continue
         state = candidate_states[0] if candidate_states else None
+        if state is not None and not axes.covers(Canonical.STATE, state):
+            continue
         if not gates:
             yield Roles(q, k, v, None, None, state, axes)
             constant = _constant_decay(probe, values, writers, axes)

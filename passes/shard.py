@@ -15,7 +15,6 @@ from torch import fx
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.keys import over_all_keys
-from zeco_compile.passes.length import refuse_constant_lengths
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.losses import over_windows
 from zeco_compile.passes.plans import Plan, Ranks, settled
@@ -70,7 +69,6 @@ def shard(
 
     assign_states(analysis, handled, fall_back)
     refuse_mixed(analysis, attempts, {node for found in plans.values() for node in found.covers})
-    refuse_constant_lengths(analysis, [node for node, p in plans.items() if p.decision == "all-reduce"])
     for user_node, found in plans.items():
         report.decisions.append(
             Decision(

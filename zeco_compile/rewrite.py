@@ -25,6 +25,7 @@ from zeco_compile.passes import by_name, gather, keys, length, loops, recognize,
 from zeco_compile.passes.analysis import Analysis, analyse
 from zeco_compile.passes.branches import refuse_constant_slices
 from zeco_compile.passes.masks import CausalMask
+from zeco_compile.passes.modes import refuse_hooks
 from zeco_compile.passes.plans import Ranks
 from zeco_compile.passes.report import Communication, PassRecord, Report, op_name
 from zeco_compile.passes.roles import NotLinearAttention
@@ -71,6 +72,7 @@ def rewrite(
     dump: DebugDump,
 ) -> Rewritten:
     """Rewrites `gm` in place for this rank. Raises the errors of passes/errors.py."""
+    refuse_hooks(gm)
     wiring = recognize.Wiring(resolve_schedule(settings.schedule), settings.blocks or 0, ranks.group)
     work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [], {})
     first = work.analyse()
@@ -87,7 +89,6 @@ def rewrite(
     seen: list[second_look.Step] | None = None
     if ranks.world_size > 1:
         refuse_constant_slices(first)
-        length.refuse_fixed_lengths(first)
         if first.length == 1:
             seen = second_look.user_steps(gm)
         passes += [

@@ -24,6 +24,7 @@ from zeco_compile import torch_private
 from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.errors import CompileError, LengthInValue
 from zeco_compile.passes.inputs import MARK, graph_inputs
+from zeco_compile.passes.length import ARITHMETIC, VALUES
 from zeco_compile.passes.locations import Location, user_location
 from zeco_compile.passes.report import op_name
 
@@ -53,17 +54,26 @@ def steps_of(analysis: Analysis) -> list[Step]:
 
 
 def user_steps(gm: fx.GraphModule) -> list[Step]:
-    """The ops of Dynamo's own graph, with all numbers that are arguments by themselves (not in a shape)."""
-    out = []
-    for node in gm.graph.nodes:
-        if node.op in ("call_function", "call_method"):
-            numbers = [repr(a) for a in (*node.args, *node.kwargs.values()) if isinstance(a, float | bool)]
-            out.append(Step(op_name(node), tuple(numbers), user_location(node)))
-    return out
+    """The ops of Dynamo's own graph, with the numbers that are values: no sizes, dimensions and positions."""
+    calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
+    return [Step(op_name(node), tuple(_values(node)), user_location(node)) for node in calls]
+
+
+def _values(node: fx.Node) -> Iterator[str]:
+    computes = node.target in ARITHMETIC
+    begins = node.target is torch.arange and len(node.args) > 1
+    filled = node.target in (torch.full, torch.full_like, "new_full", "fill_", "masked_fill")
+    for index, value in enumerate(node.args):
+        counts = computes or (begins and index == 0) or (filled and index > 0)
+        if isinstance(value, float | bool) or (counts and isinstance(value, int)):
+            yield repr(value)
+    for name, value in node.kwargs.items():
+        if isinstance(value, float | bool) or (name in VALUES and isinstance(value, int)):
+            yield f"{name}={value!r}"
 
 
 _KINDS = frozenset(
-    {"number", "float", "bool", "int", "Optional[number]", "Optional[float]", "Optional[bool]"}
+    {"Tensor", "number", "float", "bool", "int", "Optional[number]", "Optional[float]", "Optional[bool]"}
 )
 _SIZES = frozenset({"end", "index", "start", "length", "dim0", "dim1"})
 _NUMBERS_OF_SIZE_TYPE = frozenset({"diagonal"})
