@@ -5,4 +5,5 @@ first run.
 """
 
 from zeco_compile.lowering import attention as attention
+from zeco_compile.lowering import checks as checks
 from zeco_compile.lowering import exchange as exchange

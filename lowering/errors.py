@@ -17,6 +17,22 @@ class CommunicatorUnavailable(ZecoError):
     """The communicator of a group could not be made (a rank is missing, or a backend is not built in)."""
 
 
+class DecayNotPositive(ZecoError):
+    """A decay that multiplies the state is zero or negative at some token: it has no logarithm."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        super().__init__(
+            f"a decay that multiplies the state is zero or negative (in this rank's slice).\n  where: {where}\n"
+            "  why: the state is split over ranks through the logarithm of its decay.\n  what to do:\n"
+            "    - compute the decay as torch.exp(log_decay) or torch.sigmoid(logits) inside of the compiled model\n"
+            "    - keep it above zero: decay.clamp(min=1e-6)"
+        )
+
+    def __reduce__(self) -> tuple:
+        return (DecayNotPositive, (self.where,))
+
+
 class NeighbourLost(ZecoError):
     """A rank that this rank exchanges data with died, gave up, or stayed silent for the group's timeout.
 

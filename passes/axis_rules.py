@@ -682,6 +682,9 @@ def flag(track: Tracking, node: fx.Node) -> None:
     track.out(node, ((),))
 
 
+_RULES[zeco.log_decay.default] = pointwise
+
+
 @rule(zeco.rows_followed.default)
 def flags_of_rows(track: Tracking, node: fx.Node) -> None:
     track.out(node, (track.dims(operand(node, 0))[argument(node, "dim")],))

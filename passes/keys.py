@@ -355,17 +355,15 @@ class _Region:
     def _range(self, part: _Part) -> Writing:
         node = part.node
         (role,) = part.roles
-        start, step = (0, 1)
-        if node.target is not aten.arange.default:
-            start = node.args[0]  # type: ignore[assignment]
-        if node.target is aten.arange.start_step and len(node.args) > 2:
-            step = node.args[2]  # type: ignore[assignment]
+        start: Any = 0 if node.target is aten.arange.default else node.args[0]
+        step: Any = node.args[2] if node.target is aten.arange.start_step and len(node.args) > 2 else 1
         if not isinstance(start, int | float) or not isinstance(step, int | float):
             raise _Unfit("a range that begins at a number which is computed")
         made = node.meta["val"]
 
         def write(writer: _Writer) -> fx.Node:
-            count, offset = writer.size_of(part, 0), 0
+            count = writer.size_of(part, 0)
+            offset: Any = 0
             if role == "row":
                 offset = writer.emit.call(operator.mul, count, writer.ranks.rank)
             x = writer.emit.call(torch.arange, count, device=made.device)

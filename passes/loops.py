@@ -78,8 +78,9 @@ def lift_steps(analysis: Analysis, decisions: list[Decision]) -> int:
     if not families:
         return 0
     emitter = _Emitter(analysis, families, touched, decisions)
-    moved = emitter.lift()
-    return moved + emitter.sink()
+    moved = emitter.lift() + emitter.sink()
+    emitter.sweep()
+    return moved
 
 
 # ------------------------------------------------------------------------------------------------------- finding
@@ -293,7 +294,6 @@ class _Emitter:
                 user.replace_input_with(read, row)
             moved += 1
             self.report(family.node, "computed for all tokens at once")
-        self.sweep()
         return moved
 
     def whole(self, family: _Family) -> _Whole:
@@ -542,10 +542,17 @@ class _Emitter:
     # ------------------------------------------------------------------------------------------------ afterwards
 
     def sweep(self) -> None:
-        """Drops what nobody reads any more: nodes of families, and rows that were made for them."""
-        mine = {self.shadow.origin[n] for n in self.family_of} | set(self.made)
+        """Drops what nobody reads any more of the steps, and rows that were made for them."""
+        groups = self.shadow.groups
+        mine = {self.shadow.origin[n] for n in self.touched if n in self.shadow.origin} | set(self.made)
         for node in reversed(list(self.graph.nodes)):
-            if node in mine and not node.users and not any(s in self.mutable for s in node.all_input_nodes):
+            if node not in mine or node.users or any(s in self.mutable for s in node.all_input_nodes):
+                continue
+            if not any(
+                torch.Tag.nondeterministic_seeded in n.target.tags
+                for n in groups.get(node, ())
+                if isinstance(n.target, torch._ops.OpOverload)
+            ):
                 self.graph.erase_node(node)
 
     def report(self, node: fx.Node, what: str) -> None:

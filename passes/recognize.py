@@ -27,7 +27,6 @@ from zeco_compile.passes.axes import Atom
 from zeco_compile.passes.layout import Canonical, GraphOperations, arrange, disarrange
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.modes import reason_against
-from zeco_compile.passes.plans import settle
 from zeco_compile.passes.region import (
     CannotEvaluate,
     Region,
@@ -336,7 +335,7 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
         )
         g = None
         if gate_node is not None and gate_form is not None:
-            logs = {gate_node: _emit_gate(ops, gate_form, values[gate_node])}
+            logs = {gate_node: _emit_gate(ops, gate_form, values[gate_node], wiring.group)}
             g = arrange(ops, roles.axes, Canonical.GATE, [gate_node], logs)
             if roles.write_factor is not None:
                 factor = {gate_node: _emit_write_factor(ops, roles.write_factor, logs[gate_node])}
@@ -415,7 +414,7 @@ def _gate_source(analysis: Analysis, roles: Roles) -> tuple[fx.Node | None, Gate
     return (source, inner) if held else (node, form)
 
 
-def _emit_gate(ops: GraphOperations, form: GateForm, z: fx.Node) -> fx.Node:
+def _emit_gate(ops: GraphOperations, form: GateForm, z: fx.Node, group: str) -> fx.Node:
     """The log decay in the user's graph."""
     call = ops.call
     if form.name == "g":
@@ -428,20 +427,11 @@ def _emit_gate(ops: GraphOperations, form: GateForm, z: fx.Node) -> fx.Node:
         return call(torch.neg, call(torch.exp, z))
     if form.name == "-softplus(z)":
         return call(torch.neg, call(torch.nn.functional.softplus, z))
-    if form.name == "log(1 - z)":
-        return call(torch.log1p, call(torch.neg, z))
     if form.name == "z * log(2)":
         return call(torch.mul, z, 0.6931471805599453)
-    if form.name == "log(a)":
-        positive = call(torch.all, call(torch.gt, z, 0))
-        settle(positive)  # each rank looks at its own slice
-        call(
-            aten._assert_async.msg,
-            positive,
-            "zeco_compile: a decay that multiplies the state is zero or negative; it is split over ranks through "
-            "its logarithm. Compute it as exp(log_decay) or sigmoid(logits) inside the compiled model.",
-        )
-        return call(torch.log, z)
+    if form.name in ("log(a)", "log(1 - z)"):
+        z = z if form.name == "log(a)" else call(aten.rsub.Scalar, z, 1)
+        return call(torch.ops.zeco.log_decay.default, z, user_location(z).describe(), group)
     raise AssertionError(f"no graph for the gate form {form.name}")
 
 

@@ -171,13 +171,14 @@ class Report:
 STANDS_FOR = "zeco_stands_for"
 
 
-def op_name(node: fx.Node) -> str:
-    """A readable name of what a node does: "torch.sin", "aten.add.Tensor", "Tensor.view", "output".
+def user_op_name(node: fx.Node) -> str:
+    """As `op_name`, for people: a node that stands in for one of the user's has the name of that one, which a pass
+    has left in its ``meta[STANDS_FOR]``."""
+    return str(node.meta.get(STANDS_FOR) or op_name(node))
 
-    A node that stands in for one of the user's has the name of that one, which a pass leaves in `STANDS_FOR`.
-    """
-    if STANDS_FOR in node.meta:
-        return str(node.meta[STANDS_FOR])
+
+def op_name(node: fx.Node) -> str:
+    """A readable name of what a node does: "torch.sin", "aten.add.Tensor", "Tensor.view", "output"."""
     if node.op == "call_method":
         return f"Tensor.{node.target}"
     if node.op != "call_function":

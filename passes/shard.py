@@ -18,7 +18,7 @@ from zeco_compile.passes.keys import over_all_keys
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.losses import over_windows
 from zeco_compile.passes.plans import Plan, Ranks, settled
-from zeco_compile.passes.report import Communication, Decision, Report, op_name
+from zeco_compile.passes.report import Communication, Decision, Report, op_name, user_op_name
 from zeco_compile.passes.sharding_rules import plan
 
 Fallback = Callable[[Analysis, fx.Node], Plan | None]
@@ -105,7 +105,7 @@ def refuse_mixed(
         if not guilty:
             continue
         raise UnsupportedOp(
-            op_name(user_node),
+            user_op_name(user_node),
             location=user_location(user_node),
             why=_why(analysis, guilty[0], user_node, attempts),
             hints=_hints(analysis, user_node, attempts),

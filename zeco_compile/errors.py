@@ -16,6 +16,7 @@ from zeco_compile.kernels.errors import InvalidShapes, ZecoError
 from zeco_compile.lowering.agreement import RankMissing
 from zeco_compile.lowering.errors import (
     CommunicatorUnavailable,
+    DecayNotPositive,
     GroupNotFound,
     InvalidSchedule,
     NeighbourLost,
@@ -46,6 +47,7 @@ __all__ = [
     "CommunicatorUnavailable",
     "CompileError",
     "DebugFolderUnusable",
+    "DecayNotPositive",
     "GraphBreak",
     "GroupNotFound",
     "IndivisibleSequence",

@@ -1,0 +1,118 @@
+"""Numbers that come from the length, and steps that are special, where the length is a constant in the trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zeco_compile.passes.errors import LengthInValue
+from zeco_compile.testing import assert_equivalent, assert_refused
+
+
+class Model(nn.Module):
+    def __init__(
+        self, after: Callable[[Tensor, Tensor], Tensor], step: Callable[..., Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.after, self.step = after, step
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, outputs = x.new_zeros(2, 6), []
+        for t in range(x.shape[1]):
+            h = torch.sigmoid(self.a(x[:, t])) * h + self.b(x[:, t])
+            outputs.append(h if self.step is None else self.step(h, t))
+        return self.after(torch.stack(outputs, 1), x)
+
+
+FROM_THE_LENGTH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum / T": lambda y, x: y.sum(1) / x.shape[1],
+    "sum / (T + 1)": lambda y, x: y.sum(1) / (x.shape[1] + 1),
+    "sum / (T // 2)": lambda y, x: y.sum(1) / (x.shape[1] // 2),
+    "loss / T": lambda y, x: F.mse_loss(y, x, reduction="sum") / x.shape[1],
+    "y / sqrt(T)": lambda y, x: y / math.sqrt(x.shape[1]),
+    "y * log(T)": lambda y, x: y * math.log(x.shape[1]),
+    "positions / T": lambda y, x: y * (torch.arange(x.shape[1], dtype=x.dtype) / x.shape[1])[:, None],
+    "positions from the end": lambda y, x: y * torch.arange(x.shape[1] - 1, -1, -1, dtype=x.dtype)[:, None],
+    "filled with T": lambda y, x: y + torch.full((6,), x.shape[1], dtype=x.dtype),
+}
+
+
+@pytest.mark.parametrize("length", [2, 4])
+@pytest.mark.parametrize("name", FROM_THE_LENGTH)
+def test_number_from_the_length_is_refused(name: str, length: int) -> None:
+    after = FROM_THE_LENGTH[name]
+    (message, _) = assert_refused(
+        lambda: Model(after),
+        lambda: torch.randn(2, 2 * length, 6, dtype=torch.float64),
+        world_size=2,
+        error=LengthInValue,
+        match="longer sequence",
+    )
+    assert f"for {2 * length} tokens instead of {length}" in message
+    assert "test_second_look.py" in message
+
+
+STEPS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "first four": lambda h, t: torch.tanh(h) if t < 4 else h,
+    "every fourth": lambda h, t: torch.tanh(h) if t % 4 == 0 else h,
+    "by its number": lambda h, t: h / (t + 1),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_special_step_is_refused(name: str) -> None:
+    step = STEPS[name]
+    assert_refused(
+        lambda: Model(lambda y, x: y, step),
+        lambda: torch.randn(2, 8, 6, dtype=torch.float64),
+        world_size=2,
+        match="sequence",
+    )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x / x.shape[1],
+        lambda x: x * math.log(x.shape[1] + 1),
+        lambda x: x * torch.arange(x.shape[1], 0, -1, dtype=x.dtype)[:, None],
+    ],
+)
+def test_one_token_per_rank(function: Callable[[Tensor], Tensor]) -> None:
+    """The length is one, and so are many other numbers."""
+    inputs = lambda: torch.randn(2, 3, 4, dtype=torch.float64)  # noqa: E731
+    assert_refused(lambda: function, inputs, world_size=3, error=LengthInValue, match="3 tokens instead of 1")
+
+
+@pytest.mark.parametrize("length", [4, 9])
+def test_numbers_that_look_like_the_length_are_no_harm(length: int) -> None:
+    """4 = T, 9 = T, 3 = sqrt(T), 2 = sqrt(T) = T / 2, as scales, widths and exponents."""
+
+    def after(y: Tensor, x: Tensor) -> Tensor:
+        return (y * 4 / 9 + 3.0) ** 2 / 3 + (y.square().sum(1, keepdim=True) * 0.5 / 4)
+
+    inputs = lambda: torch.randn(2, 2 * length, 6, dtype=torch.float64)  # noqa: E731
+    found = assert_equivalent(lambda: Model(after), inputs, world_size=2)
+    assert len(found.regions) == 1
+
+
+def test_the_function_is_not_run_and_keeps_its_state() -> None:
+    """The second trace is of the same Python function: what it does to Python objects is not done twice."""
+
+    class Counting(Model):
+        def __init__(self) -> None:
+            super().__init__(lambda y, x: y)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) + self.calls
+
+    inputs = lambda: torch.randn(2, 6, 6, dtype=torch.float64)  # noqa: E731
+    assert_equivalent(Counting, inputs, world_size=2)
