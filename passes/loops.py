@@ -401,7 +401,8 @@ class _Emitter:
             collected = _collected(self.analysis, node)
             if collected is None or not self.plain(node):
                 continue
-            cut = self._cut(self._cuts(collected.steps), self.holders(self.order[self.shadow.origin[node]]))
+            held = self.holders(self.order[self.shadow.origin[node]])
+            cut = self._behind_readouts(collected.steps, held) or self._cut(self._cuts(collected.steps), held)
             if not any(link.target not in _VIEWS for link in cut.links):
                 continue
             try:
@@ -415,7 +416,7 @@ class _Emitter:
 
     def _cuts(self, steps: list[fx.Node]) -> list[_Cut]:
         """Backwards from what is put together: the places where all that a step still does depends on one value."""
-        cuts = [_Cut([], steps)]
+        cuts = [_Cut([], [steps])]
         links: list[fx.Node] = []
         open_ = {steps[0]: steps}  # values to be explained, by that of step 0
         while True:
@@ -429,7 +430,28 @@ class _Emitter:
             links.append(first)
             open_.update({each[0]: each for each in operands_})
             if len(open_) == 1:
-                cuts.append(_Cut(list(links), next(iter(open_.values()))))
+                cuts.append(_Cut(list(links), list(open_.values())))
+
+    def _behind_readouts(self, steps: list[fx.Node], held: dict[fx.Node, fx.Node]) -> _Cut | None:
+        """A place behind several values that were read out of states: a numerator and its denominator."""
+        links: list[fx.Node] = []
+        open_, read_out = {steps[0]: steps}, []
+        while open_:
+            values = open_.pop(max(open_, key=self.position.__getitem__))
+            source = values[0]
+            while source.target in _VIEWS and isinstance(source.args[0], fx.Node):
+                source = source.args[0]
+            if self._reads_out(source) and all(each in held for each in values):
+                read_out.append(values)
+                continue
+            operands_ = None if self._carried(values) else self._operands(values)
+            if operands_ is None or any(open_.get(each[0], each) != each for each in operands_):
+                return None
+            links.append(values[0])
+            open_.update({each[0]: each for each in operands_})
+        if not 1 < len(read_out) <= _MOST_READOUTS:
+            return None
+        return _Cut(links, read_out, [[held[each] for each in values] for values in read_out])
 
     def _operands(self, now: list[fx.Node]) -> list[list[fx.Node]] | None:
         """The operands that the steps' own families do not explain, for all steps, if all compute `now` alike."""
@@ -479,12 +501,13 @@ class _Emitter:
         """Where to cut, so that what is put together is what has been read out of the state, or the state itself
         where it is no larger than a token; and has a name of its own: behind what is one op to the user."""
         largest = max((_elements(f.node) for f in self.family_of.values()), default=0)
-        read = [i for i, cut in enumerate(cuts) if self._reads_out(cut.values[0])]
-        small = [i for i, cut in enumerate(cuts) if _elements(cut.values[0]) <= largest]
+        read = [i for i, cut in enumerate(cuts) if self._reads_out(cut.values[0][0])]
+        small = [i for i, cut in enumerate(cuts) if _elements(cut.values[0][0]) <= largest]
         at = (read or small or [0])[-1]
-        while at and any(each not in held for each in cuts[at].values):
+        while at and any(each not in held for each in cuts[at].values[0]):
             at -= 1
-        return _Cut(cuts[at].links, cuts[at].values, [held.get(each, each) for each in cuts[at].values])
+        (values,) = cuts[at].values
+        return _Cut(cuts[at].links, [values], [[held.get(each, each) for each in values]])
 
     def _reads_out(self, node: fx.Node) -> bool:
         """It contracts the state with a value of the step, a query: a product of matrices, or the sum over one."""
@@ -502,10 +525,11 @@ class _Emitter:
         end = self.shadow.origin[node]
         at = _Place(end.next, self.order[end])
         readers = self._later_readers(node, end)
+        known: dict[fx.Node, _Whole] = {}
         with self.graph.inserting_before(at.before), self.fake_mode:
-            stacked = self.call(end, torch.stack, cut.holders, 0)
-            whole = _Whole(stacked, torch.stack([each.meta["val"] for each in cut.values], 0))
-        known = {cut.values[0]: whole}
+            for values, holders in zip(cut.values, cut.holders, strict=True):
+                stacked = self.call(end, torch.stack, holders, 0)
+                known[values[0]] = _Whole(stacked, torch.stack([each.meta["val"] for each in values], 0))
         for link in reversed(cut.links):
             known[link] = self.batched(link, lambda n: known[n] if n in known else self.leaf(n, at), at)
         made = known[collected.steps[0]].value
@@ -569,12 +593,15 @@ class _Emitter:
 
 @dataclass(frozen=True)
 class _Cut:
-    """`links` are the ops of step 0 that lead from `values` to what is put together, nearest to it first; `values`
-    are the steps' values, in the user's graph `holders`."""
+    """`links` are the ops of step 0 that lead from `values` to what is put together, nearest to it first; each of
+    `values` are one value of all steps, in the user's graph `holders`."""
 
     links: list[fx.Node]
-    values: list[fx.Node]
-    holders: list[fx.Node] = field(default_factory=list)
+    values: list[list[fx.Node]]
+    holders: list[list[fx.Node]] = field(default_factory=list)
+
+
+_MOST_READOUTS = 4
 
 
 @dataclass(frozen=True)
