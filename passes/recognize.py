@@ -431,7 +431,8 @@ def _emit_gate(ops: GraphOperations, form: GateForm, z: fx.Node, group: str) -> 
         return call(torch.mul, z, 0.6931471805599453)
     if form.name in ("log(a)", "log(1 - z)"):
         z = z if form.name == "log(a)" else call(aten.rsub.Scalar, z, 1)
-        return call(torch.ops.zeco.log_decay.default, z, user_location(z).describe(), group)
+        where = str(user_location(z))  # one line: Inductor writes it into the code that it generates
+        return call(torch.ops.zeco.log_decay.default, z, where, group)
     raise AssertionError(f"no graph for the gate form {form.name}")
 
 
