@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -204,3 +205,51 @@ def _shifted(user_node: fx.Node, edge: int, dim: int, count: int, holder: fx.Nod
         substitute(user_node, new)
 
     return apply
+
+
+def written_shifted(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    """`p = zeros_like(x); p[:, n:] = x[:, :-n]`, and its mirror: x shifted by n rows, into zeros."""
+    mixing = mixing_nodes(analysis, user_node)
+    if user_node.target is not operator.setitem or len(mixing) != 1:
+        return None
+    (node,) = mixing
+    if node.target is not aten.slice_scatter.default or not isinstance(user_node.args[0], fx.Node):
+        return None
+    written, source = operand(node, 0), operand(node, 1)
+    dim = argument(node, "dim", 0) % written.meta["val"].dim()
+    found = path_to_base(analysis, source)
+    if (
+        found is None
+        or found[1]
+        or written.target not in _ZEROS
+        or analysis.state(written) is not State.LOCAL
+    ):
+        return None
+    base, _, window = found
+    if not analysis.track.axes.is_whole_sequence(analysis.track.dims(written)[dim]):
+        return None
+    left, right = (-each if isinstance(each, int) else 0 for each in window)
+    count = max(left, right)
+    start = argument(node, "start", 0) or 0
+    forwards = (left, right) == (0, count) and start == count
+    backwards = (left, right) == (count, 0) and start == 0
+    holder = holder_of(analysis, base)
+    whole, value = written.meta["val"], base.meta["val"]
+    alike = whole.dtype == value.dtype and whole.shape == value.shape
+    if count < 1 or not (forwards or backwards) or holder is None or not alike:
+        return None
+
+    def apply(ranks: Ranks) -> None:
+        emit = Emit(user_node, after=False)
+        before, after = (count, 0) if forwards else (0, count)
+        rows = emit.call(zeco.halo.default, current(holder), dim, before, after, 0.0, ranks.group)
+        length = emit.call(aten.sym_size.int, current(holder), dim)
+        rows = emit.call(aten.narrow.default, rows, dim, 0 if forwards else count, length)
+        emit.call(aten.copy_.default, user_node.args[0], rows)
+        user_node.graph.erase_node(user_node)
+
+    sent = halo_exchanges(analysis, base, dim, *((count, 0) if forwards else (0, count)))
+    return Plan("halo exchange", f"shift by {count} row(s), written into zeros", apply, sent)
+
+
+_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)

@@ -24,7 +24,7 @@ from torch import fx
 from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.length import depends_on, global_number
 from zeco_compile.passes.losses import cross_entropy
-from zeco_compile.passes.neighbours import concatenation, convolution, padding
+from zeco_compile.passes.neighbours import concatenation, convolution, padding, written_shifted
 from zeco_compile.passes.plans import (
     Emit,
     Plan,
@@ -235,6 +235,7 @@ _RULES: tuple[Callable[[Analysis, fx.Node], Plan | None], ...] = (
     convolution,
     padding,
     concatenation,
+    written_shifted,
     _positions,
     _table_rows,
     _single_token,
