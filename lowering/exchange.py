@@ -389,7 +389,7 @@ def gather_sequence(
 @gather_sequence.register_fake
 def _(x: Tensor, dim: int, group: str, world_size: int = 0, shapes_agree: bool = False) -> Tensor:
     dim = _dimension("gather_sequence", x, dim)
-    return _fresh_like(x, dim, x.shape[dim] * _world_size("gather_sequence", group, world_size))
+    return _fresh_like(x, dim, x.shape[dim] * _traced_world_size("gather_sequence", group, world_size))
 
 
 @torch.library.custom_op("zeco::scatter_sum", mutates_args=(), tags=_TAGS)
@@ -418,7 +418,7 @@ def scatter_sum(x: Tensor, dim: int, group: str, world_size: int = 0) -> Tensor:
 def _(x: Tensor, dim: int, group: str, world_size: int = 0) -> Tensor:
     _check_summable("scatter_sum", x)
     dim = _dimension("scatter_sum", x, dim)
-    ranks = _world_size("scatter_sum", group, world_size)
+    ranks = _traced_world_size("scatter_sum", group, world_size)
     return _fresh_like(x, dim, _slice_length(x, dim, ranks))
 
 
@@ -439,7 +439,7 @@ def slice_sequence(x: Tensor, dim: int, group: str, world_size: int = 0) -> Tens
 @slice_sequence.register_fake
 def _(x: Tensor, dim: int, group: str, world_size: int = 0) -> Tensor:
     dim = _dimension("slice_sequence", x, dim)
-    ranks = _world_size("slice_sequence", group, world_size)
+    ranks = _traced_world_size("slice_sequence", group, world_size)
     return _fresh_like(x, dim, _slice_length(x, dim, ranks))
 
 
@@ -457,7 +457,7 @@ def unslice_sequence(x: Tensor, dim: int, group: str, world_size: int = 0) -> Te
 @unslice_sequence.register_fake
 def _(x: Tensor, dim: int, group: str, world_size: int = 0) -> Tensor:
     dim = _dimension("unslice_sequence", x, dim)
-    return _fresh_like(x, dim, x.shape[dim] * _world_size("unslice_sequence", group, world_size))
+    return _fresh_like(x, dim, x.shape[dim] * _traced_world_size("unslice_sequence", group, world_size))
 
 
 def _sequence_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -618,6 +618,11 @@ def _world_size(op: str, group: str, claimed: int) -> int:
             f"{actual}. Compile again (`torch._dynamo.reset()`) after the process group changed."
         )
     return actual
+
+
+def _traced_world_size(op: str, group: str, claimed: int) -> int:
+    """The number of ranks in a trace: what the graph claims. `explain` traces for ranks that are not there."""
+    return claimed or _world_size(op, group, claimed)
 
 
 def _slice_length(x: Tensor, dim: int, world_size: int) -> int:
