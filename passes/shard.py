@@ -97,20 +97,25 @@ def refuse_mixed(
 
     Nodes in `replaced` will be gone.
     """
+    found: list[tuple[fx.Node, fx.Node]] = []
     for user_node in analysis.gm.graph.nodes:
         if user_node in replaced:
             continue
         group = analysis.shadow.groups.get(user_node, [])
         guilty = [n for n in group if analysis.state(n) is State.MIXED and analysis.mixes(n)]
-        if not guilty:
-            continue
-        raise UnsupportedOp(
-            user_op_name(user_node),
-            location=user_location(user_node),
-            why=_why(analysis, guilty[0], user_node, attempts),
-            hints=_hints(analysis, user_node, attempts),
-            node=str(user_node),
-        )
+        if guilty:
+            found.append((user_node, guilty[0]))
+    if not found:
+        return
+    # A mask made from sizes alone is harmless where what it is for is: the first op on the user's values says more.
+    user_node, node = next((each for each in found if not analysis.is_constant(each[1])), found[0])
+    raise UnsupportedOp(
+        user_op_name(user_node),
+        location=user_location(user_node),
+        why=_why(analysis, node, user_node, attempts),
+        hints=_hints(analysis, user_node, attempts),
+        node=str(user_node),
+    )
 
 
 def _why(
