@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Two cores are enough for the tests, whose processes take one thread each.
+# Two cores are enough for the tests, whose processes take one thread each. Many of them wait for each other, or for
+# a timeout: two tests at a time.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .PHONY: demo test lint install clean
@@ -13,7 +14,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/train_gla.py --out out/demo
 
 test: $(INSTALLED)
-	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,7 +1,8 @@
-"""Real gloo processes for the test modules that ask for them."""
+"""Real gloo processes for the test modules that ask for them, and what became of the corpus."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,3 +81,34 @@ def fresh_ranks() -> Iterator[Callable[..., FreshRanks]]:
     yield pool
     for each in made:
         each.close()
+
+
+CORPUS: list[tuple[str, bool, str]] = []
+"""(name, whether regions are to be recognised, what became of it) of every entry of the corpus that ran."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Entries may have run in another process (pytest-xdist): what they record comes with their reports."""
+    if report.when == "call":
+        CORPUS.extend(tuple(value) for name, value in report.user_properties if name == "corpus")  # type: ignore[arg-type, misc]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Recall of the corpus, and how many rewrites were wrong (none may be)."""
+    if not CORPUS:
+        return
+    attention = Counter(outcome for _, wanted, outcome in CORPUS if wanted)
+    others = Counter(outcome for _, wanted, outcome in CORPUS if not wanted)
+    wrong = [name for name, _, outcome in CORPUS if outcome == "wrong"]
+    write = terminalreporter.write_line
+    terminalreporter.section("corpus of models")
+    write(
+        f"recall: {attention['recognised']} of {attention.total()} models with linear attention"
+        f" recognised ({_counts(attention)})"
+    )
+    write(f"others: {others.total()} ({_counts(others)})")
+    write(f"false rewrites: {len(wrong)}" + (f": {', '.join(wrong)}" if wrong else ""))
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{count} {outcome}" for outcome, count in sorted(counter.items()))

@@ -19,7 +19,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,7 +39,7 @@ from zeco_compile.testing import (
 )
 
 FOLDER = Path(__file__).parent
-ENTRIES = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem not in ("conftest", "test_corpus", "__init__"))
+ENTRIES = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem not in ("test_corpus", "__init__"))
 BATCH = 2
 
 
@@ -89,7 +89,7 @@ def arguments(name: str, local_length: int, world_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "local_length"), list(runs()))
-def test_corpus(name: str, local_length: int, corpus_results: list[tuple[str, bool, str]]) -> None:
+def test_corpus(name: str, local_length: int, record_property: Callable[[str, Any], None]) -> None:
     module = load(name)
     expected = module.EXPECTED
     case = arguments(name, local_length, getattr(module, "WORLD_SIZE", 2))
@@ -101,7 +101,7 @@ def test_corpus(name: str, local_length: int, corpus_results: list[tuple[str, bo
         outcome = "wrong"
         raise
     finally:
-        corpus_results.append((f"{name}, {local_length} tokens a rank", wants_regions, outcome))
+        record_property("corpus", (f"{name}, {local_length} tokens a rank", wants_regions, outcome))
 
 
 def recognised(case: dict[str, Any], expected: dict[str, Any]) -> str:

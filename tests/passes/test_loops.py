@@ -23,7 +23,7 @@ class Model(nn.Module):
         return self.function(self, x)
 
 
-def _inputs(length: int = 8) -> Tensor:
+def _inputs(length: int = 6) -> Tensor:
     return torch.randn(2, length, 6, dtype=torch.float64)
 
 
