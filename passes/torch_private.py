@@ -143,11 +143,6 @@ def symbols_of_size(size: Any) -> set[Any]:
     return {e for e in (size.node.expr, size.node._expr) if e.is_Symbol}
 
 
-def first_expression(number: torch.SymInt | torch.SymFloat) -> Any:
-    """The expression that a symbolic number was made with, whatever has become known of its symbols since."""
-    return number.node._expr
-
-
 def shape_guards(fake_mode: Any) -> list[tuple[Any, str]]:
     """What was assumed of symbolic sizes so far: (condition, the user's source line or "")."""
     shape_env = getattr(fake_mode, "shape_env", None)

@@ -5,6 +5,7 @@
       -> refusals            graph breaks, the last recompilation before eager           guards.py
       -> symbolic length     a second trace, in which the length is no constant          passes/length.py
       -> rewrite             regions become one operator, other ops get what they need   rewrite.py
+      -> second look         is it the same program for a longer sequence?               second_look.py
       -> agreement           all ranks found and decided the same                        lowering/agreement.py
       -> code                AOTAutograd, order against the exchange, Inductor           codegen.py
       -> checked call        at every call: slices of equal length, marks as compiled    guards.py

@@ -252,28 +252,19 @@ def test_compilations_left_are_counted_down_to_the_limit():
     assert left == [2, 1, 0]
 
 
-def test_a_number_keeps_the_expression_it_was_made_with():
-    """A length that a loop fixes to a constant is still told from a number that never was a symbol."""
-    seen = []
+def test_views_share_their_memory():
+    seen = {}
 
-    def backend(gm, example_inputs):
-        seen.extend(
-            n.meta["example_value"]
-            for n in gm.graph.nodes
-            if isinstance(n.meta.get("example_value"), torch.SymInt)
-        )
-        return gm.forward
+    def function(x):
+        y = x * 2
+        seen["y"], seen["view"] = torch_private.memory_of(y), torch_private.memory_of(y.view(-1))
+        seen["after a write"] = torch_private.memory_of(y.add_(1))
+        seen["other"] = torch_private.memory_of(x * 2)
+        return y
 
-    def fixed(x):
-        total = x.sum(1) / x.shape[1]
-        for _ in range(x.shape[1]):
-            total = total + 1
-        return total
-
-    torch._dynamo.reset()
-    x = torch.randn(2, 5)
-    torch._dynamo.maybe_mark_dynamic(x, 1)
-    torch.compile(fixed, backend=backend, fullgraph=True)(x)
-    assert seen
-    assert all(not number.node.expr.free_symbols for number in seen)
-    assert all(torch_private.first_expression(number).free_symbols for number in seen)
+    mode = torch._subclasses.fake_tensor.FakeTensorMode()
+    with mode:
+        torch_private.trace_functional(function, [torch.empty(2, 3)])
+    assert len(seen["y"]) == 1
+    assert seen["y"] == seen["view"] == seen["after a write"]
+    assert seen["y"] != seen["other"]

@@ -12,6 +12,7 @@ from zeco_compile.torch_private import (
     compile_without_codegen,
     configured_post_pass,
     current_compilation,
+    root_frame,
 )
 
 
@@ -147,3 +148,39 @@ def test_current_compilation_knows_the_backend_its_options_and_the_users_stack()
         assert compilation.fullgraph is fullgraph
         assert "in user_code\n    look()" in compilation.user_stack
     assert current_compilation() is None  # where Dynamo traces nothing
+
+
+def test_a_backend_can_compile_the_function_again_for_other_arguments():
+    """Arguments of every kind, a closure, and a cell: the second trace sees the changed ones, and nothing runs."""
+    shapes, ran, offset = [], [], torch.ones(3)
+
+    def user_code(x, *more, scale, **rest):
+        def inner(y):
+            return y * scale + offset
+
+        return inner(x) + more[0] + rest["last"]
+
+    def backend(gm, inputs):
+        sizes = sorted(tuple(i.shape) for i in inputs if isinstance(i, torch.Tensor))
+        shapes.append(sizes)
+        if len(shapes) == 1:
+            root_frame().compile(
+                lambda tree: torch.utils._pytree.tree_map_only(torch.Tensor, wider, tree), backend
+            )
+
+        def run(*args):
+            ran.append(sizes)
+            return gm.forward(*args)
+
+        return run
+
+    def wider(tensor):
+        return tensor.repeat(2, 1) if tensor.dim() == 2 else tensor
+
+    torch._dynamo.reset()
+    x = torch.randn(2, 3)
+    result = torch.compile(user_code, backend=backend, fullgraph=True)(x, x + 1, scale=2.0, last=x)
+    torch.testing.assert_close(result, x * 2 + 1 + x + 1 + x)
+    assert shapes[0] == [(2, 3), (2, 3), (3,)], "x is given twice"
+    assert shapes[1] == [(3,), (4, 3), (4, 3), (4, 3)], "and is two tensors once each is made anew"
+    assert ran[-1] == shapes[0]
