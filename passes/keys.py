@@ -199,6 +199,7 @@ class _Region:
     user_node: fx.Node
     steps: dict[_Part, Writing] = field(default_factory=dict)
     gathered: list[_Part] = field(default_factory=list)
+    leaves: set[_Part] = field(default_factory=set)
     _held: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -223,6 +224,8 @@ class _Region:
             try:
                 if (write := way(part)) is not None:
                     self._check_sizes(part, made=way == self._interior)
+                    if way == self._leaf:
+                        self.leaves.add(part)
                     return write
             except _Unfit as why:
                 reason = why
@@ -548,8 +551,8 @@ class _Region:
     def plan(self, apply: Callable[[Ranks], None]) -> Plan:
         if not self.gathered:
             raise _Unfit("no keys run along the sequence")
-        computed_nodes = [part.node for part in self.steps if part.node not in self._held]
-        if (against := reason_against(self.analysis, computed_nodes, self.user_node)) is not None:
+        computed_again = [part.node for part in self.steps if part not in self.leaves]
+        if (against := reason_against(self.analysis, computed_again, self.user_node)) is not None:
             raise _Unfit(against)
         sent = [("among all ranks", bytes_of(self.analysis, p.node)) for p in self.gathered]
         computed = {self.analysis.user_node(p.node) for p in self.steps} - {self.user_node, None}

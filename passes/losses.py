@@ -241,6 +241,7 @@ class _Windows:
     bases: dict[fx.Node, _Base] = field(default_factory=dict)
     outer: dict[fx.Node, fx.Node] = field(default_factory=dict)
     interior: list[fx.Node] = field(default_factory=list)
+    slices: list[fx.Node] = field(default_factory=list)
 
     @classmethod
     def of(cls, analysis: Analysis, user_node: fx.Node, results: list[fx.Node]) -> _Windows | None:
@@ -258,7 +259,7 @@ class _Windows:
                 return None
         inside = set(region.interior)
         region.interior = [n for n in analysis.shadow.graph.nodes if n in inside]
-        if reason_against(analysis, region.interior, user_node) is not None:
+        if reason_against(analysis, [*region.interior, *region.slices], user_node) is not None:
             return None
         rows = [each for each in results if analysis.track.sequence_dims(each)]
         return region if region.bases and rows and all(map(region._is_plain, rows)) else None
@@ -320,7 +321,9 @@ class _Windows:
         analysis = self.analysis
         window, dim = window_of(analysis, node), row_dim(analysis, node)
         source = operand(node, 0)
+        self.slices.append(node)
         while source.target is aten.slice.Tensor and analysis.state(source) is State.WINDOW:
+            self.slices.append(source)
             source = operand(source, 0)
         if window is None or dim is None or analysis.state(source) is not State.LOCAL or source not in held:
             return None

@@ -121,7 +121,7 @@ def padding(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         return None
     base, base_window = source, (0, 0)
     if analysis.state(source) is State.WINDOW:
-        found = path_to_base(analysis, source)
+        found = path_to_base(analysis, source, user_node)
         if found is None or found[1]:
             return None
         base, _, base_window = found
@@ -169,7 +169,7 @@ def concatenation(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     if not isinstance(user_parts, list | tuple) or len(user_parts) != 2:
         return None
     for edge, body in ((0, 1), (1, 0)):
-        found = path_to_base(analysis, parts[body])
+        found = path_to_base(analysis, parts[body], user_node)
         if found is None or found[1]:
             continue
         base, _, window = found
@@ -217,7 +217,7 @@ def written_shifted(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         return None
     written, source = operand(node, 0), operand(node, 1)
     dim = argument(node, "dim", 0) % written.meta["val"].dim()
-    found = path_to_base(analysis, source)
+    found = path_to_base(analysis, source, user_node)
     if (
         found is None
         or found[1]

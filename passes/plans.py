@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State
+from zeco_compile.passes.modes import reason_against
 from zeco_compile.passes.region import Sizes
 from zeco_compile.passes.schema import operand
 
@@ -163,8 +164,12 @@ def current(user_node: fx.Node) -> fx.Node:
     return user_node
 
 
-def path_to_base(analysis: Analysis, node: fx.Node) -> tuple[fx.Node, list[fx.Node], tuple[Any, Any]] | None:
-    """Back through views and slices of rows to a LOCAL value: (base, the views on the way, the window)."""
+def path_to_base(
+    analysis: Analysis, node: fx.Node, at: fx.Node
+) -> tuple[fx.Node, list[fx.Node], tuple[Any, Any]] | None:
+    """Back through views and slices of rows to a LOCAL value: (base, the views on the way, the window). None where
+    what is on the way stops a gradient, or runs in another mode than the user's node `at`."""
+    passed: list[fx.Node] = []
     path: list[fx.Node] = []
     window: tuple[Any, Any] | None = None
     while analysis.state(node) is State.WINDOW:
@@ -175,7 +180,10 @@ def path_to_base(analysis: Analysis, node: fx.Node) -> tuple[fx.Node, list[fx.No
             path.append(node)
         else:
             return None
+        passed.append(node)
         node = operand(node, 0)
+    if reason_against(analysis, passed, at) is not None:
+        return None
     if window is None or analysis.state(node) is not State.LOCAL:
         return None
     return node, path[::-1], window

@@ -180,3 +180,40 @@ def test_what_runs_in_autocast_does_not_leave_it() -> None:
     a, b, w = torch.rand(2, 4, 6), torch.randn(2, 4, 6), zeco_compile.mark_sequence(torch.randn(6, 6), None)
     compiled = torch.compile(steps, backend="zeco", fullgraph=True, options={"codegen": "aot_eager"})
     torch.testing.assert_close(compiled(a, b, w), steps(a, b, w), rtol=1e-6, atol=1e-6)
+
+
+def _target_without_gradient(m, x):
+    y = m.a(x)
+    with torch.no_grad():
+        target = y[:, 1:]
+    return (y[:, :-1] - target).square().mean()
+
+
+def _shift_without_gradient(m, x):
+    y, p = m.a(x), torch.zeros_like(x)
+    with torch.no_grad():
+        before = y[:, :-1]
+    p[:, 1:] = before
+    return p * y
+
+
+def _joined_without_gradient(m, x):
+    y = m.a(x)
+    with torch.no_grad():
+        before = y[:, :-1]
+    return torch.cat([torch.zeros_like(y[:, :1]), before], 1) * y
+
+
+def _padded_without_gradient(m, x):
+    y = m.a(x)
+    with torch.no_grad():
+        before = y[:, :-1]
+    return F.pad(before, (0, 0, 1, 0)) * y
+
+
+@pytest.mark.parametrize(
+    "function",
+    [_target_without_gradient, _shift_without_gradient, _joined_without_gradient, _padded_without_gradient],
+)
+def test_rows_cut_off_without_gradient(function: Callable[..., Tensor]) -> None:
+    assert_refused(lambda: Model(function), _inputs, world_size=2, error=UnsupportedOp, match="sequence")
