@@ -38,7 +38,7 @@ from zeco_compile.passes.plans import (
     single_output,
     substitute,
 )
-from zeco_compile.passes.schema import argument, operand, tensors
+from zeco_compile.passes.schema import RESHAPES, argument, is_random, operand, tensors
 from zeco_compile.passes.tracking import Tracking
 
 log = logging.getLogger(__name__)
@@ -276,7 +276,7 @@ class _Region:
     def _spreads(self, node: fx.Node) -> bool:
         """Keys that are repeated for several heads are sent once."""
         size = node.meta["val"].numel()
-        while node.target in (*_RESHAPES, *_MOVES, aten.expand.default, aten.clone.default):
+        while node.target in (*RESHAPES, *_MOVES, aten.expand.default, aten.clone.default):
             node = operand(node, 0)
             if node not in self._held and node.op != "call_function":
                 return False
@@ -322,15 +322,13 @@ class _Region:
         if holder is not None and analysis.state(node) is State.LOCAL and not analysis.is_constant(node):
             columns = self.need(node, tuple("column" if d in along else None for d in range(made.dim())))
             return lambda writer: writer.env[columns]
-        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(
-            node.target, "tags", ()
-        ):
+        if node.op != "call_function" or is_random(node):
             raise _Unfit(f"`{node}` is not followed")
         sources = {n: self.need_whole(n) for n in tensors(node)}
 
         def compute(writer: _Writer) -> fx.Node:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: writer.operand(n, sources))
-            target = aten.reshape.default if node.target in _RESHAPES else node.target
+            target = aten.reshape.default if node.target in RESHAPES else node.target
             return writer.emit.call(target, *args, **kwargs)
 
         return compute
@@ -343,7 +341,7 @@ class _Region:
             raise _Unfit(f"`{node}` is not followed")
         if target is operator.getitem:
             raise _Unfit(f"`{operand(node, 0)}` has several results")
-        if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        if is_random(node):
             raise _Unfit(f"`{target}` is random")
         if target in _RANGES:
             return self._range(part)
@@ -436,7 +434,7 @@ class _Region:
     def _computed(self, part: _Part) -> Writing:
         node, target = part.node, part.node.target
         sources = {n: self.need(n, roles) for n, roles in self._roles_of_sources(part).items()}
-        if target in (*_RESHAPES, aten.expand.default):
+        if target in (*RESHAPES, aten.expand.default):
             (source,) = sources.values()
             reshape = aten.expand.default if target is aten.expand.default else aten.reshape.default
 
@@ -617,7 +615,6 @@ def _apart(analysis: Analysis, dim: Dim) -> tuple[Dim, list[Atom]]:
     return tuple(atoms), along
 
 
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _MOVES = (
     aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.dim,
     aten.squeeze.dims,

@@ -29,7 +29,7 @@ from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.modes import AS_CALLED, changes_gradient, modes
 from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
-from zeco_compile.passes.schema import argument, operand, operands
+from zeco_compile.passes.schema import argument, is_random, operand, operands
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +74,11 @@ def lift_steps(analysis: Analysis, decisions: list[Decision]) -> int:
     """
     if not isinstance(analysis.length, int) or analysis.length < 2:
         return 0
-    families, touched = _find(analysis)
+    plain = _plainly_run(analysis)
+    families, touched = _find(analysis, plain)
     if not families:
         return 0
-    emitter = _Emitter(analysis, families, touched, decisions)
+    emitter = _Emitter(analysis, families, touched, plain, decisions)
     moved = emitter.lift() + emitter.sink()
     emitter.sweep()
     return moved
@@ -86,7 +87,9 @@ def lift_steps(analysis: Analysis, decisions: list[Decision]) -> int:
 # ------------------------------------------------------------------------------------------------------- finding
 
 
-def _find(analysis: Analysis) -> tuple[dict[fx.Node, _Family], set[fx.Node]]:
+def _find(
+    analysis: Analysis, plain: Callable[[fx.Node], bool]
+) -> tuple[dict[fx.Node, _Family], set[fx.Node]]:
     """The complete families: nodes of the shadow -> the family whose step they are; and all that is computed from a
     row, in whatever way."""
     length = analysis.length
@@ -94,7 +97,6 @@ def _find(analysis: Analysis) -> tuple[dict[fx.Node, _Family], set[fx.Node]]:
     of: dict[fx.Node, tuple[_Family, int]] = {}
     constants: dict[Any, fx.Node] = {}
     touched: set[fx.Node] = set()
-    plain = _plainly_run(analysis)
 
     def same(leaf: Any) -> Any:
         """What is the same in every step: a family for its values, one node for constants made alike."""
@@ -156,10 +158,8 @@ def _plainly_run(analysis: Analysis) -> Callable[[fx.Node], bool]:
 
 def _is_factory(analysis: Analysis, node: fx.Node) -> bool:
     """Made of numbers alone, and so the same wherever it is made again."""
-    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return (
-        analysis.is_constant(node) and node.op == "call_function" and not node.all_input_nodes and not random
-    )
+    made = node.op == "call_function" and not node.all_input_nodes and not is_random(node)
+    return made and analysis.is_constant(node)
 
 
 def _takes_row(analysis: Analysis, node: fx.Node) -> tuple[fx.Node, int, bool, int] | None:
@@ -206,7 +206,7 @@ def _own_elements(node: fx.Node, operands: Sequence[tuple[fx.Node, int]]) -> int
         return min(largest, made)
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+    if is_random(node) or target._schema.is_mutable:
         return None
     if target in _VIEWS or target in _SPREADING:
         return min(largest, made)
@@ -247,11 +247,11 @@ class _Emitter:
         analysis: Analysis,
         family_of: dict[fx.Node, _Family],
         touched: set[fx.Node],
+        plain: Callable[[fx.Node], bool],
         decisions: list[Decision],
     ) -> None:
         self.analysis, self.family_of, self.decisions = analysis, family_of, decisions
-        self.touched = touched
-        self.plain = _plainly_run(analysis)
+        self.touched, self.plain = touched, plain
         self.shadow, self.graph = analysis.shadow, analysis.gm.graph
         self.order = {node: i for i, node in enumerate(self.graph.nodes)}
         self.mutable = {holder for holder in self.shadow.memory if self.shadow.is_written_to(holder)}
@@ -334,9 +334,7 @@ class _Emitter:
         holder = self.holders(at.index).get(node)
         if holder is not None:
             return holder
-        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(
-            node.target, "tags", ()
-        ):
+        if node.op != "call_function" or is_random(node):
             raise _Unable(f"`{node}` has been overwritten by then")
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.outer(n, at))
         with self.graph.inserting_before(at.before):
@@ -572,11 +570,7 @@ class _Emitter:
         for node in reversed(list(self.graph.nodes)):
             if node not in mine or node.users or any(s in self.mutable for s in node.all_input_nodes):
                 continue
-            if not any(
-                torch.Tag.nondeterministic_seeded in n.target.tags
-                for n in groups.get(node, ())
-                if isinstance(n.target, torch._ops.OpOverload)
-            ):
+            if not any(map(is_random, groups.get(node, ()))):
                 self.graph.erase_node(node)
 
     def report(self, node: fx.Node, what: str) -> None:

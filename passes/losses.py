@@ -32,7 +32,7 @@ from zeco_compile.passes.plans import (
     through_views,
     window_of,
 )
-from zeco_compile.passes.schema import argument, operand, tensors
+from zeco_compile.passes.schema import RESHAPES, argument, is_random, operand, tensors
 
 aten = torch.ops.aten
 zeco = torch.ops.zeco
@@ -289,7 +289,7 @@ class _Windows:
                 return False
             self.by, self.bases[node] = by, base
             return True
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if is_random(node):
             return False
         if analysis.own_mixing(node) or analysis.is_pair(node) or analysis.is_table_lookup(node):
             return False
@@ -298,7 +298,7 @@ class _Windows:
         if node.target in (aten.expand.default, *_FACTORIES) and rows:
             return False
         self.interior.append(node)
-        if node.target in _RESHAPES:  # the sizes of dimensions with rows follow from the others
+        if node.target in RESHAPES:  # the sizes of dimensions with rows follow from the others
             sizes = [size for dim, size in enumerate(node.args[1]) if dim not in rows]  # type: ignore[arg-type]
             stack.extend(n for n in (node.args[0], *sizes) if isinstance(n, fx.Node))
         else:
@@ -378,7 +378,7 @@ class _Windows:
 
     def _call(self, emit: Emit, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         args, kwargs = node.args, node.kwargs
-        if node.target in _RESHAPES:
+        if node.target in RESHAPES:
             rows = self.analysis.track.sequence_dims(node)
             sizes = [-1 if dim in rows else size for dim, size in enumerate(args[1])]  # type: ignore[arg-type]
             return emit.call(aten.reshape.default, *fx.map_arg((args[0], sizes), env.__getitem__))
@@ -415,8 +415,6 @@ class _Windows:
             total = emit.call(operator.mul, total, emit.call(aten.sym_size.int, x, dim))
         return emit.call(operator.floordiv, total, length)
 
-
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 _FACTORIES = (
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis, State
 from zeco_compile.passes.axes import Atom, Dim, Size
 from zeco_compile.passes.masks import CausalMask, causal_mask
-from zeco_compile.passes.schema import argument
+from zeco_compile.passes.schema import argument, is_random
 
 aten = torch.ops.aten
 
@@ -314,7 +314,7 @@ def _compute(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> Any:
     target = node.target
     if target in SHAPED_LIKE:
         return _shaped_like(node, sizes)
-    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+    if is_random(node):
         raise CannotEvaluate(f"{target} is random")
     args = list(pytree.tree_map(value_of, node.args))
     kwargs = dict(pytree.tree_map(value_of, node.kwargs))

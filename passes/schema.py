@@ -43,3 +43,13 @@ def tensors(node: fx.Node) -> list[fx.Node]:
 
 def shape(node: fx.Node) -> tuple[Any, ...]:
     return tuple(size_of(s) for s in node.meta["val"].shape)
+
+
+RESHAPES = (
+    torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default
+)  # fmt: skip
+
+
+def is_random(node: fx.Node) -> bool:
+    """The op draws numbers: made a second time, its value is another one."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -21,6 +21,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils import _pytree as pytree
 
 from zeco_compile.passes import torch_private
+from zeco_compile.passes.schema import is_random
 
 
 @dataclass
@@ -270,7 +271,7 @@ def merge_alike(shadow: Shadow, whole: Collection[fx.Node]) -> None:
         sources = node.all_input_nodes
         if node.op != "call_function" or not sources or not computed.issuperset(sources):
             continue
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if is_random(node):
             continue
         computed.add(node)
         first = known.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
