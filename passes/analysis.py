@@ -21,11 +21,11 @@ import torch
 from torch import fx
 
 from zeco_compile.passes import torch_private
-from zeco_compile.passes.axes import Size, size_of
 from zeco_compile.passes.axis_rules import track_axes, track_region
 from zeco_compile.passes.inputs import GraphInput, graph_inputs, local_length
 from zeco_compile.passes.schema import argument, operand
 from zeco_compile.passes.shadow import Shadow, build_shadow, merge_alike
+from zeco_compile.passes.sizes import Size, facts_of, size_of
 from zeco_compile.passes.tracking import Action, Tracking
 
 
@@ -132,14 +132,14 @@ class Analysis:
 def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int) -> Analysis | None:
     """The analysis of `gm` without states; None if no input runs along the sequence."""
     inputs = graph_inputs(gm, example_inputs, seq_dim)
-    _, fakes = torch_private.fake_inputs(gm, example_inputs)
+    mode, fakes = torch_private.fake_inputs(gm, example_inputs)
     length = local_length(inputs, fakes, example_inputs)
     if length is None:
         return None
     shadow = build_shadow(gm, example_inputs)
     along = {shadow.inputs[i.node]: i.along for i in inputs if i.node in shadow.inputs}
     merge_alike(shadow, [node for node, dim in along.items() if dim is None])
-    track = track_axes(shadow.graph, along, size_of(length))
+    track = track_axes(shadow.graph, along, size_of(length), facts_of(mode.shape_env))
     analysis = Analysis(gm, example_inputs, inputs, size_of(length), shadow, track)
     for node in shadow.graph.nodes:
         made = node.op == "call_function" and all(

@@ -15,43 +15,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy
-import torch
-from torch.utils._sympy.functions import FloorDiv
 
-Size = Any
-"""An int or a sympy expression of the graph's symbols."""
-
-
-def size_of(value: Any) -> Size:
-    """An int or SymInt as int or sympy expression."""
-    if isinstance(value, torch.SymInt):
-        return _simple(value.node.expr)
-    return int(value)
-
-
-def same_size(a: Size, b: Size) -> bool:
-    """Equal whatever the symbols are (never: equal for the sizes at hand)."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return bool(sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0)
-
-
-def _quotient(a: Size, b: Size) -> Size | None:
-    """a / b if that is a whole number whatever the symbols are, else None."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a // b if b and a % b == 0 else None
-    ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
-    if ratio.is_Integer:
-        return int(ratio)
-    numerator, denominator = ratio.as_numer_denom()
-    if (
-        denominator == 1
-        and numerator.is_polynomial()
-        and all(c.is_Integer for c in sympy.Poly(ratio).coeffs())
-    ):
-        return ratio
-    return None
-
+from zeco_compile.passes.sizes import Size, SizeFacts, same_size
 
 class Atom:
     """One axis. `origins` says where it was made: "input", "parameter", "factory", "position", "slice", ..."""
@@ -90,8 +55,9 @@ class AxesConflict(Exception):
 class Axes:
     """The union-find over atoms of one graph, with its sequence atom."""
 
-    def __init__(self, length: Size) -> None:
+    def __init__(self, length: Size, facts: SizeFacts | None = None) -> None:
         self.length = length
+        self.facts = SizeFacts() if facts is None else facts
         self.sequence = Atom(length, "sequence", sequence=True)
         self._windows: dict[tuple[Any, Any], Atom] = {}
 
@@ -108,10 +74,10 @@ class Axes:
         With as many rows as the slice it is the sequence itself: `x` shifted by one is a value of each position,
         whose op looked at the neighbour's.
         """
-        left, right = _simple(left), _simple(right)
-        if same_size(_simple(left + right), 0):
+        left, right = self.facts.simplify(left), self.facts.simplify(right)
+        if same_size(self.facts.simplify(left + right), 0):
             return (self.sequence,)
-        size = _simple(sympy.sympify(self.length) + left + right)
+        size = self.facts.simplify(sympy.sympify(self.length) + left + right)
         if (left, right) not in self._windows:
             atom = Atom(size, "window", sequence=True)
             atom.window = (left, right)
@@ -137,6 +103,13 @@ class Axes:
         flat = self.flat(dim)
         return bool(flat) and flat == self.flat((self.sequence,))
 
+    def window_of(self, dim: Iterable[Atom]) -> tuple[Size, Size] | None:
+        """Which rows of the sequence the dimension is, all of them and nothing else, also where they have been taken
+        apart into chunks: those of `window(left, right)`; (0, 0) for the sequence; None if it is none of these."""
+        flat = self.flat(dim)
+        known = (self.sequence, *self._windows.values())
+        return next((atom.window for atom in known if flat == self.flat((atom,))), None) if flat else None
+
     def size(self, dim: Iterable[Atom]) -> Size:
         product: Any = 1
         for atom in self.flat(dim):
@@ -158,9 +131,9 @@ class Axes:
                 else:
                     self._union(x, y)
                 left.pop(0), right.pop(0)
-            elif (ratio := _quotient(x.size, y.size)) is not None:
+            elif (ratio := self.facts.quotient(x.size, y.size)) is not None:
                 left[:1] = self._split(x, y.size, ratio)
-            elif (ratio := _quotient(y.size, x.size)) is not None:
+            elif (ratio := self.facts.quotient(y.size, x.size)) is not None:
                 right[:1] = self._split(y, x.size, ratio)
             else:
                 raise AxesConflict(f"{x} against {y}")
@@ -191,11 +164,11 @@ class Axes:
                 if same_size(atom.size, 1):
                     taken.append(atom)
                     continue
-                need = _quotient(size, product)
-                if need is not None and _quotient(need, atom.size) is not None:
+                need = self.facts.quotient(size, product)
+                if need is not None and self.facts.quotient(need, atom.size) is not None:
                     taken.append(atom)
                     product = product * atom.size
-                elif need is not None and (ratio := _quotient(atom.size, need)) is not None:
+                elif need is not None and (ratio := self.facts.quotient(atom.size, need)) is not None:
                     outer, inner = self._split(atom, need, ratio)
                     taken.append(outer)
                     pending.insert(0, inner)
@@ -241,7 +214,7 @@ class Axes:
         total: Any = stand_in
         for atom in atoms:
             total = total if atom is empty[0] else total * atom.size
-        joined = _quotient(total, others)
+        joined = self.facts.quotient(total, others)
         if joined is None:
             return None
         empty[0].size = stand_in
@@ -267,16 +240,3 @@ class Axes:
 
 def _leading_ones(sizes: Sequence[Size]) -> int:
     return next((i for i, size in enumerate(sizes) if not same_size(size, 1)), len(sizes))
-
-
-def _simple(value: Size) -> Size:
-    if isinstance(value, int):
-        return value
-    value = sympy.expand(value.replace(FloorDiv, _exact_division))
-    return int(value) if value.is_Integer else value
-
-
-def _exact_division(a: Any, b: Any) -> Any:
-    """`a // b` as `a / b` where that is a whole number whatever the symbols are ((s*s) // s is s)."""
-    exact = _quotient(a, b)
-    return FloorDiv(a, b) if exact is None else sympy.sympify(exact)

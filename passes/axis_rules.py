@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 import zeco_compile.lowering  # noqa: F401  (importing it registers the ops)
-from zeco_compile.passes.axes import Atom, Dim, Dims, Size, same_size, size_of
+from zeco_compile.passes.axes import Atom, Dim, Dims
 from zeco_compile.passes.schema import argument, operand, operands, shape, tensors
+from zeco_compile.passes.sizes import Size, SizeFacts, same_size, size_of
 from zeco_compile.passes.tracking import Tracking
 
 aten = torch.ops.aten
@@ -731,10 +732,12 @@ def attention_state(track: Tracking, node: fx.Node) -> None:
 # ---------------------------------------------------------------------------------------------------- the walk
 
 
-def track_axes(graph: fx.Graph, along: Mapping[fx.Node, int | None], length: Size) -> Tracking:
+def track_axes(
+    graph: fx.Graph, along: Mapping[fx.Node, int | None], length: Size, facts: SizeFacts
+) -> Tracking:
     """Axes of all nodes of a shadow graph. `along` names the dimension of each placeholder that runs along the
     sequence, None for those that do not; `length` is the number of rows of a rank's slice."""
-    track = Tracking(length)
+    track = Tracking(length, facts)
     for node in graph.nodes:
         if node.op == "call_function":
             visit(track, node)
@@ -760,7 +763,7 @@ def track_region(whole: Tracking, given: Iterable[fx.Node], interior: Iterable[f
     projection have the same feature axis, though keys and values are different axes of an attention. None where a
     value does not run along the sequence as a whole.
     """
-    track = Tracking(whole.axes.length)
+    track = Tracking(whole.axes.length, whole.axes.facts)
     named: set[fx.Node] = set()
     for node in given:
         own: dict[Atom, Atom] = {}

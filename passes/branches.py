@@ -5,7 +5,8 @@ the length, Dynamo notes what it assumed of it as a guard. The guards hold for t
 would have been asked about the whole sequence. An assumption that does not hold for that is a branch that it
 would not have taken. What holds depends on the length of each call, so `refuse_broken` is called at every one.
 
-Where the trace has a constant length there are no guards; `refuse_constant_slices` then looks at the slices.
+Where the trace has a constant length there are no guards, and a second trace is compared with it (second_look.py).
+With one token per rank that cannot show what a slice leaves out; `refuse_constant_slices` looks at the slices then.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from torch import fx
 
 from zeco_compile.passes import torch_private
 from zeco_compile.passes.analysis import Analysis
-from zeco_compile.passes.axes import same_size, size_of
 from zeco_compile.passes.errors import LengthInValue, UnsupportedOp
 from zeco_compile.passes.inputs import GraphInput
 from zeco_compile.passes.locations import UNKNOWN, user_location
 from zeco_compile.passes.report import op_name
+from zeco_compile.passes.sizes import same_size, size_of
 
 
 @dataclass(frozen=True)
@@ -43,27 +44,35 @@ class Assumptions:
     found: tuple[Assumption, ...]
     lengths: tuple[Any, ...]
     others: Mapping[Any, int]
-    _checked: set[int] = field(default_factory=set)
+    equal: list[Assumptions] = field(default_factory=list)
+    """Those of other traces that turned out to be the same program once linear attention had been recognised: the
+    code may go any of these ways for the whole sequence (padded to whole chunks, or not)."""
+
+    def broken(self, whole_length: int) -> Assumption | None:
+        """The first assumption that the length of the whole sequence breaks."""
+        values = dict.fromkeys(self.lengths, whole_length) | dict(self.others)
+        numbers = {s: sympy.Integer(v) for s, v in values.items()}
+        return next((each for each in self.found if each.holds.xreplace(numbers) == sympy.false), None)
 
     def refuse_broken(self, whole_length: int) -> None:
-        """Raises LengthInValue for the first assumption that the whole sequence's length breaks."""
-        if whole_length in self._checked:
-            return
-        values = dict.fromkeys(self.lengths, whole_length) | dict(self.others)
-        for each in self.found:
-            if each.holds.xreplace({s: sympy.Integer(v) for s, v in values.items()}) == sympy.false:
-                raise LengthInValue(
-                    str(each.holds),
-                    location=UNKNOWN,
-                    why=f"at `{each.source}` the code, or an operation in it, goes another way for a slice than "
-                    f"for the whole sequence of {whole_length} tokens.",
-                    hints=[
-                        "do not decide by the length of the sequence, or by a constant number of tokens "
-                        "(x[:, :8], x[:, -8:])",
-                        "give each rank so many tokens that the slice goes the same way",
-                    ],
-                )
-        self._checked.add(whole_length)
+        """Raises LengthInValue if the whole sequence's length breaks an assumption, and is none of an equal trace."""
+        broken = self.broken(whole_length)
+        if broken is not None and all(each.broken(whole_length) for each in self.equal):
+            raise self.refusal(broken, whole_length)
+
+    @staticmethod
+    def refusal(broken: Assumption, whole_length: int) -> LengthInValue:
+        return LengthInValue(
+            str(broken.holds),
+            location=UNKNOWN,
+            why=f"at `{broken.source}` the code, or an operation in it, goes another way for a slice than "
+            f"for the whole sequence of {whole_length} tokens.",
+            hints=[
+                "do not decide by the length of the sequence, or by a constant number of tokens "
+                "(x[:, :8], x[:, -8:])",
+                "give each rank so many tokens that the slice goes the same way",
+            ],
+        )
 
 
 def assumptions(

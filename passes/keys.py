@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State
-from zeco_compile.passes.axes import Atom, Dim, same_size, size_of
+from zeco_compile.passes.axes import Atom, Dim
 from zeco_compile.passes.axis_rules import visit
 from zeco_compile.passes.modes import reason_against
 from zeco_compile.passes.plans import (
@@ -39,6 +39,7 @@ from zeco_compile.passes.plans import (
     substitute,
 )
 from zeco_compile.passes.schema import RESHAPES, argument, is_random, operand, tensors
+from zeco_compile.passes.sizes import same_size, size_of
 from zeco_compile.passes.tracking import Tracking
 
 log = logging.getLogger(__name__)

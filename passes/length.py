@@ -19,12 +19,12 @@ from torch import fx
 
 from zeco_compile.passes import torch_private
 from zeco_compile.passes.analysis import Analysis
-from zeco_compile.passes.axes import size_of
 from zeco_compile.passes.errors import LengthInValue
 from zeco_compile.passes.inputs import GraphInput
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.plans import settled
 from zeco_compile.passes.report import Decision, op_name
+from zeco_compile.passes.sizes import facts_of, size_of
 
 VALUES = frozenset(
     {
@@ -64,6 +64,21 @@ def request_symbolic_length(inputs: Sequence[GraphInput], example_inputs: Sequen
             asked = True
     if asked:
         torch_private.restart_trace("zeco: trace the sequence length as a symbol")
+
+
+def request_constant_length(
+    gm: fx.GraphModule, inputs: Sequence[GraphInput], example_inputs: Sequence[Any]
+) -> None:
+    """Asks Dynamo for a trace with a constant length, by raising its restart, where the one with a symbol holds for a
+    narrow range of lengths only. A loop over `T // 64` chunks leaves such a symbol, which is of no use."""
+    mode, fakes = torch_private.fake_inputs(gm, example_inputs)
+    along = [each for each in inputs if each.along is not None]
+    symbols = {s for i in along for s in torch_private.symbols_of_size(fakes[i.index].shape[i.along])}
+    facts = facts_of(mode.shape_env)
+    if any(facts.is_bounded(symbol) for symbol in symbols & facts.hints.keys()):
+        for each in along:
+            torch_private.mark_constant(example_inputs[each.index], each.along)
+        torch_private.restart_trace("zeco: trace the sequence length as a constant")
 
 
 def globalise_length(analysis: Analysis, world_size: int, decisions: list[Decision]) -> int:

@@ -130,18 +130,18 @@ def is_local(analysis: Analysis, node: fx.Node) -> bool:
 
 
 def row_dim(analysis: Analysis, node: fx.Node) -> int | None:
-    """The dimension along the sequence, if it is one of rows alone (no other axis folded into it)."""
+    """The dimension along the sequence, if it is one of rows alone (no other axis folded into it, no chunks)."""
     dims = analysis.track.sequence_dims(node)
-    if len(dims) != 1:
+    if len(dims) != 1 or analysis.track.axes.window_of(analysis.track.dims(node)[dims[0]]) is None:
         return None
-    return dims[0] if len(analysis.track.axes.flat(analysis.track.dims(node)[dims[0]])) == 1 else None
+    return dims[0]
 
 
 def window_of(analysis: Analysis, node: fx.Node) -> tuple[Any, Any] | None:
     dim = row_dim(analysis, node)
     if dim is None:
         return None
-    return analysis.track.axes.flat(analysis.track.dims(node)[dim])[0].window
+    return analysis.track.axes.window_of(analysis.track.dims(node)[dim])
 
 
 def replace_value(user_node: fx.Node, new: fx.Node, keep: Sequence[fx.Node]) -> None:

@@ -36,6 +36,7 @@ from zeco_compile.passes.region import (
     largest_constant,
     piecewise,
     rounds,
+    with_common_sources,
 )
 from zeco_compile.passes.report import Region as RegionReport
 from zeco_compile.passes.report import Role
@@ -124,8 +125,7 @@ def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
     """A MIXED value with one whole sequence axis that somebody reads as values of positions, one, each or their sum."""
     if analysis.state(node) is not State.MIXED or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
-    dims = analysis.track.sequence_dims(node)
-    if len(dims) != 1 or analysis.is_window(node) or analysis.is_misaligned(node):
+    if not _has_all_rows(analysis, node) or analysis.is_misaligned(node):
         return False
     group = analysis.user_node(node)
     for user in node.users:
@@ -139,14 +139,38 @@ def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
     return False
 
 
+def _has_all_rows(analysis: Analysis, node: fx.Node) -> bool:
+    """One dimension runs along the sequence, and has all rows: not the chunks without the rows of each."""
+    axes, along = analysis.track.axes, analysis.track.sequence_dims(node)
+    if len(along) != 1:
+        return False
+    atoms = tuple(a for a in axes.flat(analysis.track.dims(node)[along[0]]) if a.sequence)
+    return axes.is_whole_sequence(atoms)
+
+
 def _match(analysis: Analysis, output: fx.Node, running_sums: bool) -> tuple[Match | None, str]:
-    region = cut_region(analysis, output, MOST_INPUTS)
-    if region is None:
+    cut = cut_region(analysis, output, MOST_INPUTS)
+    if cut is None:
         return None, "it has too many inputs, or one that is no value of each position"
-    if (against := reason_against(analysis, region.interior, analysis.shadow.origin[output])) is not None:
+    reason = ""
+    tried: set[tuple[fx.Node, ...]] = set()
+    for through in ("views", "functions"):
+        region = with_common_sources(cut, analysis, through=through)
+        if region.inputs not in tried:
+            tried.add(region.inputs)
+            match, why = _match_region(analysis, region, running_sums)
+            if match is not None:
+                return match, ""
+            reason = reason or why
+    return None, reason
+
+
+def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tuple[Match | None, str]:
+    end = analysis.shadow.origin[region.output]
+    if (against := reason_against(analysis, region.interior, end)) is not None:
         return None, against
     analysis = analysis.of_region(region.inputs, region.interior)
-    if len(analysis.track.sequence_dims(region.output)) != 1:
+    if not _has_all_rows(analysis, region.output):
         return None, "by itself it does not show which rows of its result belong to which positions"
     rounded = _rounded_inside(region, analysis)
     if rounded is not None:
@@ -158,9 +182,8 @@ def _match(analysis: Analysis, output: fx.Node, running_sums: bool) -> tuple[Mat
     variants = [region]
     if piecewise(region, analysis):
         try:
-            if (
-                analysis.length > 2
-            ):  # what one piece shows already need not be found out again for each variant
+            if analysis.length > 2:
+                # what one piece shows already need not be found out again for each variant
                 next(find_roles(region, analysis, _affordable(region, analysis, analysis.length)), None)
         except (NotLinearAttention, CannotEvaluate) as why:
             return None, str(why)
@@ -247,8 +270,17 @@ def _probe_sizes(region: Region, analysis: Analysis) -> list[Sizes]:
     if beyond > 2048:
         raise NotLinearAttention(f"the number {beyond - 3} in it is too large to be probed beyond")
     rows = min((m.rows for m in region.masks), default=max(beyond + 11, _FAR))
-    lengths = [t for t in (min(7, rows), 4, min(max(11, beyond), rows), min(_FAR, rows)) if t <= rows]
+    wanted = [t for t in (min(7, rows), 4, min(max(11, beyond), rows), min(_FAR, rows)) if t <= rows]
+    lengths = dict.fromkeys(_admitted(analysis, t, rows) for t in wanted)
     return [_affordable(region, analysis, t) for t in lengths]
+
+
+def _admitted(analysis: Analysis, length: int, most: int) -> int:
+    """The next length from this one on for which the trace holds: a multiple of the chunk, where there are chunks."""
+    if isinstance(analysis.length, int) or not analysis.length.is_Symbol:
+        return length
+    found = next(analysis.track.axes.facts.values_of(analysis.length, length), length)
+    return found if found <= max(most, length + _FAR) else length
 
 
 def _affordable(region: Region, analysis: Analysis, length: int) -> Sizes:

@@ -17,9 +17,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis, State
-from zeco_compile.passes.axes import Atom, Dim, Size
+from zeco_compile.passes.axes import Atom, Dim
 from zeco_compile.passes.masks import CausalMask, causal_mask
-from zeco_compile.passes.schema import argument, is_random
+from zeco_compile.passes.schema import argument, is_random, shape
+from zeco_compile.passes.sizes import Size, same_size
 
 aten = torch.ops.aten
 
@@ -82,10 +83,82 @@ def cut_region(analysis: Analysis, output: fx.Node, limit: int) -> Region | None
             else:
                 return None
     ordered = tuple(n for n in analysis.shadow.graph.nodes if n in interior)
-    user_nodes = tuple(dict.fromkeys(origin[n] for n in ordered if n in origin))
     if any(mask in inputs for mask in masks):
         return None  # read in two ways
+    user_nodes = _user_nodes(analysis, ordered)
     return Region(output, tuple(inputs), ordered, user_nodes, tuple(masks.values()), tuple(masks))
+
+
+_SAME_VALUES = frozenset(
+    {
+        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default,
+        aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+        aten.squeeze.default, aten.expand.default, aten.clone.default,
+    }
+)  # fmt: skip
+
+
+def with_common_sources(region: Region, analysis: Analysis, *, through: str) -> Region:
+    """The region from further up, where several of its inputs come from one value: they are no inputs that vary each
+    by itself. `through` "views" of a value, as `a` and `a[..., None]` are, or through any "functions" of it
+    alone, as `f` and `1 - f`. An input whose rows are taken apart into chunks gives way to what it is a view of."""
+    ways = {node: _way_up(analysis, node, through) for node in region.inputs}
+    inputs: dict[fx.Node, None] = {}
+    passed: set[fx.Node] = set()
+    for node, way in ways.items():
+        others = {each for other, theirs in ways.items() if other is not node for each in theirs}
+        own = _before_chunks(analysis, way)
+        at = next((i for i, each in enumerate(way) if each in others and _is_held(analysis, each)), own)
+        passed.update(way[:at])
+        inputs[way[at]] = None
+    interior = {*region.interior, *passed}
+    for node in [each for each in inputs if each in interior]:
+        interior.discard(node)  # where one way goes on through the end of another
+    ordered = tuple(n for n in analysis.shadow.graph.nodes if n in interior)
+    return replace(
+        region, inputs=tuple(inputs), interior=ordered, user_nodes=_user_nodes(analysis, ordered)
+    )
+
+
+def _user_nodes(analysis: Analysis, interior: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    origin = analysis.shadow.origin
+    return tuple(dict.fromkeys(origin[n] for n in interior if n in origin))
+
+
+def _way_up(analysis: Analysis, node: fx.Node, through: str) -> list[fx.Node]:
+    """The value and what it was computed from, as long as that is one local value and no other positions are seen."""
+    way = [node]
+    while way[-1].op == "call_function" and not analysis.mixes(way[-1]):
+        sources = [s for s in way[-1].all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)]
+        if len(sources) != 1 or analysis.state(sources[0]) is not State.LOCAL or is_random(way[-1]):
+            break
+        if through == "views" and not _keeps_values(way[-1], sources[0]):
+            break
+        way.append(sources[0])
+    return way
+
+
+def _keeps_values(node: fx.Node, source: fx.Node) -> bool:
+    if node.target is aten.constant_pad_nd.default:  # by nothing
+        sizes = zip(shape(node), shape(source), strict=True)
+        return all(same_size(a, b) for a, b in sizes)
+    return node.target in _SAME_VALUES
+
+
+def _before_chunks(analysis: Analysis, way: Sequence[fx.Node]) -> int:
+    """Where on the way up from an input to stop: at itself, unless its rows are taken apart into chunks."""
+    chunked = len(analysis.track.sequence_dims(way[0])) > 1
+    for at, node in enumerate(way if chunked else ()):
+        padded = node.target is aten.constant_pad_nd.default and at + 1 < len(way)
+        if len(row_dims(analysis, node) or ()) == 1 and _is_held(analysis, node) and not padded:
+            return at
+    return 0
+
+
+def _is_held(analysis: Analysis, node: fx.Node) -> bool:
+    """Some node of the user's graph has had this value."""
+    origin = analysis.shadow.origin.get(node)
+    return node.op == "placeholder" or (origin is not None and node in analysis.shadow.tensors_made(origin))
 
 
 def _read_by_position(analysis: Analysis, reader: fx.Node) -> bool:
@@ -214,8 +287,12 @@ class Sizes:
 
 
 def piecewise(region: Region, analysis: Analysis) -> bool:
-    """The region steps through the sequence: it can be run at multiples of its length only, by carrying on."""
-    return isinstance(analysis.length, int) and any(
+    """The region steps through the sequence, or takes it apart into chunks: it can be run at multiples of its length
+    only, by carrying on."""
+    if not isinstance(analysis.length, int):
+        return False
+    axes = analysis.track.axes
+    return len(axes.flat((axes.sequence,))) > 1 or any(
         action.kind in ("select", "slice", "part", "scatter", "cat", "split")
         for node in region.interior
         for action in analysis.track.acts_along_sequence(node)
@@ -231,6 +308,10 @@ def evaluate(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Size
     pieces, rest = divmod(sizes.length, step)
     if rest or (pieces > 1 and region.final_state is None):
         raise CannotEvaluate("a loop over the sequence can be run at multiples of its length only")
+    if pieces == 1:
+        return _run(region, values, sizes, {})[region.output]
+    if any(len(row_dims(analysis, node) or (0, 0)) > 1 for node in values if analysis.track.sequence_dims(node)):
+        raise CannotEvaluate("a value whose rows are taken apart into chunks cannot be cut into pieces")
     local = Sizes(analysis, step, sizes.other)
     carried: dict[fx.Node, torch.Tensor] = {}
     outputs = []
@@ -257,6 +338,26 @@ def rounds(region: Region, analysis: Analysis, node: fx.Node) -> bool:
     length = analysis.length if piecewise(region, analysis) else 7
     value = _run(Region(node, (), interior, ()), {}, Sizes(analysis, length), {})[node]
     return not bool((value.to(node.meta["val"].dtype).double() == value).all())
+
+
+def row_dims(analysis: Analysis, node: fx.Node) -> list[int] | None:
+    """The dimensions of a value that are the rows of the sequence together, chunks and rows of a chunk for two of
+    them; none if it has no rows; None where they are not in order, or not alone in their dimensions."""
+    axes, dims = analysis.track.axes, analysis.track.dims(node)
+    along = analysis.track.sequence_dims(node)
+    together = tuple(atom for i in along for atom in axes.flat(dims[i]))
+    return along if not along or axes.is_whole_sequence(together) else None
+
+
+def as_rows(value: torch.Tensor, along: Sequence[int]) -> torch.Tensor:
+    """[T, ...], with the dimensions `along` (see `row_dims`) as one, at the front."""
+    return value.movedim(tuple(along), tuple(range(len(along)))).flatten(0, len(along) - 1)
+
+
+def from_rows(rows: torch.Tensor, along: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """What `as_rows(value, along)` was made from, `shape` being the value's."""
+    split = rows.unflatten(0, [shape[i] for i in along])
+    return split.movedim(tuple(range(len(along))), tuple(along))
 
 
 def _rows(analysis: Analysis, node: fx.Node, value: torch.Tensor, start: int, count: int) -> torch.Tensor:

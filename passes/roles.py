@@ -24,7 +24,7 @@ from zeco_compile.kernels.recurrence import recurrent_gated_linear_attention
 from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.axes import Atom
 from zeco_compile.passes.layout import Canonical, CanonicalAxes, canonical_value, from_canonical_value
-from zeco_compile.passes.region import CannotEvaluate, Region, Sizes, evaluate
+from zeco_compile.passes.region import CannotEvaluate, Region, Sizes, as_rows, evaluate, from_rows, row_dims
 
 TOLERANCE = 1e-9
 """Relative difference in float64 up to which two computations are the same."""
@@ -185,20 +185,21 @@ def _constant_decay(
 ) -> tuple[float, ...] | None:
     """The log decay of each head in a region without a gate, from what is left at the second position of what was
     written at the first. None if it is not one positive number for each head."""
-    track = probe.analysis.track
     if any(atom in probe.sizes.other for atom in axes.heads):
         return None  # at other sizes the heads are not those of the model
     impulse = dict(values)
     for node in writers:
-        first = values[node].clone()
-        (dim,) = track.sequence_dims(node)
-        first.narrow(dim, 1, probe.sizes.length - 1).zero_()
-        impulse[node] = first
+        along = row_dims(probe.analysis, node)
+        assert along, "a writer has rows"
+        first = as_rows(values[node], along).clone()
+        first[1:] = 0
+        impulse[node] = from_rows(first, along, values[node].shape)
     # The readers are alike at all positions, so that only the decay makes a difference.
     for node in probe.region.inputs:
-        dims = track.sequence_dims(node)
-        if node not in writers and dims:
-            impulse[node] = values[node].narrow(dims[0], 0, 1).expand_as(values[node]).contiguous()
+        along = row_dims(probe.analysis, node)
+        if node not in writers and along:
+            alike = as_rows(values[node], along)[:1].expand_as(as_rows(values[node], along))
+            impulse[node] = from_rows(alike.contiguous(), along, values[node].shape)
     output = probe.region.output
     o = canonical_value(axes, Canonical.VALUE, [output], {output: probe.run(impulse)}, probe.sizes)
     ratio = o[:, 1] / o[:, 0]
@@ -308,10 +309,8 @@ def _is_affine(probe: Probe, values: dict[fx.Node, torch.Tensor], base: torch.Te
 def _moves(probe: Probe, values: dict[fx.Node, torch.Tensor], base: torch.Tensor, node: fx.Node) -> str:
     """Which positions of the output move when one position of `node` does: "own", "later" (and perhaps own),
     "earlier", "none"; for an input without a sequence axis, "all" or "none"."""
-    track = probe.analysis.track
-    (out_dim,) = track.sequence_dims(probe.region.output)
-    dims = track.sequence_dims(node)
-    if len(dims) > 1:
+    dims = row_dims(probe.analysis, node)
+    if dims is None:
         return "earlier"
     changed: set[int] = set()
     if not dims:
@@ -319,9 +318,11 @@ def _moves(probe: Probe, values: dict[fx.Node, torch.Tensor], base: torch.Tensor
         return "all" if bool(((shifted - base).abs() > TOLERANCE * base.abs().max()).any()) else "none"
     length = probe.sizes.length
     at = length // 2
-    other = values[node].clone()
-    other.select(dims[0], at).mul_(0.83)
+    rows = as_rows(values[node], dims).clone()
+    rows[at] *= 0.83
+    other = from_rows(rows, dims, values[node].shape)
     difference = (probe.run({**values, node: other}) - base).abs()
+    (out_dim,) = probe.analysis.track.sequence_dims(probe.region.output)
     rows = difference.movedim(out_dim, 0).reshape(length, -1).amax(1)
     changed = {i for i in range(length) if bool(rows[i] > TOLERANCE * base.abs().max())}
     if not changed:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zeco_compile.passes.axes import size_of
+from zeco_compile.passes.sizes import size_of
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:

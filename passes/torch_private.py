@@ -153,6 +153,25 @@ def shape_guards(fake_mode: Any) -> list[tuple[Any, str]]:
     ]
 
 
+def shape_state(shape_env: Any) -> tuple[int, ...]:
+    """Changes whenever more is known of the symbols than before."""
+    return len(shape_env.guards), len(shape_env.replacements), len(_hints(shape_env))
+
+
+def shape_facts(shape_env: Any) -> tuple[list[Any], dict[Any, int]]:
+    """The conditions under which a trace holds, and the values at hand of the symbols in them."""
+    hints = {symbol: int(value) for symbol, value in _hints(shape_env).items() if value.is_Integer}
+    current = {symbol: value for symbol, value in hints.items() if symbol not in shape_env.replacements}
+    return [shape_env.replace(guard.expr) for guard in shape_env.guards], current
+
+
+def _hints(shape_env: Any) -> Mapping[Any, Any]:
+    # torch 2.11 has another name for it
+    renamed = hasattr(shape_env, "backed_var_to_val")
+    hints: Mapping[Any, Any] = shape_env.backed_var_to_val if renamed else shape_env.var_to_val
+    return hints
+
+
 def source_name(placeholder: fx.Node) -> str:
     """What Dynamo calls the origin of a placeholder: "L['self']._buffers['mask']"; "" if unknown."""
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
@@ -180,13 +199,24 @@ def is_argument(placeholder: fx.Node) -> bool:
 
 
 def mark_weakly_dynamic(tensor: torch.Tensor, dim: int) -> bool:
-    """Asks Dynamo to trace a size as a symbol if the code allows it; False if that had been asked before."""
-    if dim in getattr(tensor, "_dynamo_weak_dynamic_indices", ()) or dim in getattr(
-        tensor, "_dynamo_dynamic_indices", ()
-    ):
+    """Asks Dynamo to trace a size as a symbol if the code allows it; False if that had been asked before, or that it
+    be a constant."""
+    marks = ("_dynamo_weak_dynamic_indices", "_dynamo_dynamic_indices", "_dynamo_static_indices")
+    if any(dim in getattr(tensor, mark, ()) for mark in marks):
         return False
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
     return True
+
+
+def mark_constant(tensor: torch.Tensor, dim: int) -> None:
+    """Asks Dynamo to trace a size as a constant, whatever `mark_weakly_dynamic` has asked for.
+
+    ``torch._dynamo.mark_static`` does nothing while Dynamo compiles, so its attributes are set here.
+    """
+    marked: Any = tensor
+    marked._dynamo_weak_dynamic_indices = getattr(tensor, "_dynamo_weak_dynamic_indices", set()) - {dim}
+    marked._dynamo_static_indices = getattr(tensor, "_dynamo_static_indices", set()) | {dim}
+    marked._has_dynamo_dim_marking = True
 
 
 def restart_trace(reason: str) -> NoReturn:

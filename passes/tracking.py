@@ -15,8 +15,9 @@ import sympy
 import torch
 from torch import fx
 
-from zeco_compile.passes.axes import Atom, Axes, AxesConflict, Dim, Dims, Size, same_size, size_of
+from zeco_compile.passes.axes import Atom, Axes, AxesConflict, Dim, Dims
 from zeco_compile.passes.schema import argument
+from zeco_compile.passes.sizes import Size, SizeFacts, same_size, size_of
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Tracking:
     current: fx.Node
     """The node that the walk is at; `broadcast` reports its problems there."""
 
-    def __init__(self, length: Size) -> None:
-        self.axes = Axes(length)
+    def __init__(self, length: Size, facts: SizeFacts) -> None:
+        self.axes = Axes(length, facts)
         self.actions: dict[fx.Node, list[Action]] = {}
         self.problems: dict[fx.Node, str] = {}
         self.misaligned: set[fx.Node] = set()
@@ -156,8 +157,7 @@ class Tracking:
         if same_size(size_in, size_out):
             return dim
         start, step = (self.number(argument(node, name)) for name in ("start", "step"))
-        flat = self.axes.flat(dim)
-        window = flat[0].window if len(flat) == 1 else None
+        window = self.axes.window_of(dim)
         if window is None or step != 1:  # every second row, or some chunks: not the same rows on a slice
             self.act(node, dim, "part")
             # One token per rank: `table[:T]` and `table[:1]` look alike, so the row may be the sequence's.
@@ -172,9 +172,9 @@ class Tracking:
         return self.axes.window(left - start, right - cropped_right)
 
     def padded(self, dim: Dim, left: Size, right: Size, size: Size | None) -> Dim:
-        flat = self.axes.flat(dim)
-        if len(flat) == 1 and flat[0].window is not None:
-            before, after = flat[0].window
+        window = self.axes.window_of(dim)
+        if window is not None:
+            before, after = window
             return self.axes.window(before + left, after + right)
         if size is None:
             size = sympy.sympify(self.axes.size(dim)) + left + right
@@ -183,11 +183,11 @@ class Tracking:
 
     def windowed(self, node: fx.Node, dim: Dim, *, reach: int, step: int, size: Size) -> Dim:
         """The dimension of windows of `reach + 1` rows: row i of the result needs rows i .. i + reach."""
-        flat = self.axes.flat(dim)
+        window = self.axes.window_of(dim)
         self.act(node, dim, "window")
-        if step != 1 or len(flat) != 1 or flat[0].window is None:
+        if step != 1 or window is None:
             return self.axes.fresh(size, "window")
-        left, right = flat[0].window
+        left, right = window
         return self.axes.window(left - reach, right)
 
     def number(self, value: Any) -> Any:

@@ -30,7 +30,7 @@ from zeco_compile.lowering.agreement import check_agreement
 from zeco_compile.passes.branches import assumptions
 from zeco_compile.passes.errors import refusing
 from zeco_compile.passes.inputs import graph_inputs
-from zeco_compile.passes.length import request_symbolic_length
+from zeco_compile.passes.length import request_constant_length, request_symbolic_length
 from zeco_compile.passes.report import Report
 from zeco_compile.report_log import keep
 from zeco_compile.settings import Settings
@@ -56,6 +56,7 @@ def zeco(
         inputs = graph_inputs(gm, example_inputs, settings.seq_dim)
         if settings.world_size > 1:
             request_symbolic_length(inputs, example_inputs)
+            request_constant_length(gm, inputs, example_inputs)
         assumed = assumptions(gm, inputs, example_inputs)
 
         number = next(_graph_numbers[settings.group])
@@ -65,7 +66,7 @@ def zeco(
             dump.graph("user_graph", gm)
             ranks = rewrite.ranks_of(settings)
             operations = rewrite.operations(gm)
-            rewritten = rewrite.rewrite(gm, example_inputs, settings, ranks, report, dump)
+            rewritten = rewrite.rewrite(gm, example_inputs, settings, ranks, report, dump, assumed)
             lengths = guards.lengths(inputs, example_inputs)
             assumed.refuse_broken(max(lengths, default=0) * settings.world_size)
             check_agreement(settings.group, f"graph {number}", rewrite.decided(report, operations), lengths)

@@ -11,9 +11,10 @@ from torch import fx
 
 from zeco_compile import guards, rewrite, substitutes
 from zeco_compile.debug import DebugDump
+from zeco_compile.passes.branches import assumptions
 from zeco_compile.passes.errors import CompileError, refusing
 from zeco_compile.passes.inputs import graph_inputs
-from zeco_compile.passes.length import request_symbolic_length
+from zeco_compile.passes.length import request_constant_length, request_symbolic_length
 from zeco_compile.passes.plans import Ranks
 from zeco_compile.passes.report import Report
 from zeco_compile.settings import Settings
@@ -49,6 +50,8 @@ def explain(
         with refusing("the explanation of a graph"):
             inputs = graph_inputs(gm, example_inputs, settings.seq_dim)
             request_symbolic_length(inputs, example_inputs)
+            request_constant_length(gm, inputs, example_inputs)
+            assumed = assumptions(gm, inputs, example_inputs)
             report = Report(settings=settings.to_dict())
             made.append(report)
             dump = DebugDump(settings, ranks.rank, 0)
@@ -56,7 +59,7 @@ def explain(
                 with dump.compiling(report, gm):
                     guards.refuse_graph_break(gm, settings)
                     dump.graph("user_graph", gm)
-                    rewrite.rewrite(gm, example_inputs, settings, ranks, report, dump)
+                    rewrite.rewrite(gm, example_inputs, settings, ranks, report, dump, assumed)
             except CompileError as refused:
                 report.error = report.error or str(refused)
             raise _Explained()

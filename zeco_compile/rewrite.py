@@ -23,7 +23,9 @@ from zeco_compile.lowering import volume
 from zeco_compile.lowering.all_scan import resolve_schedule
 from zeco_compile.passes import by_name, gather, keys, length, loops, recognize, shard, verify
 from zeco_compile.passes.analysis import Analysis, analyse
-from zeco_compile.passes.branches import refuse_constant_slices
+from zeco_compile.passes.branches import Assumptions, assumptions, refuse_constant_slices
+from zeco_compile.passes.errors import LengthInValue
+from zeco_compile.passes.inputs import graph_inputs
 from zeco_compile.passes.masks import CausalMask
 from zeco_compile.passes.modes import refuse_hooks
 from zeco_compile.passes.plans import Ranks
@@ -70,8 +72,13 @@ def rewrite(
     ranks: Ranks,
     report: Report,
     dump: DebugDump,
+    assumed: Assumptions,
 ) -> Rewritten:
-    """Rewrites `gm` in place for this rank. Raises the errors of passes/errors.py."""
+    """Rewrites `gm` in place for this rank. Raises the errors of passes/errors.py.
+
+    `assumed` is what the trace took for granted of the length. Where the whole sequence breaks it, the trace for that
+    has to be the same program, and what it takes for granted is added.
+    """
     refuse_hooks(gm)
     wiring = recognize.Wiring(resolve_schedule(settings.schedule), settings.blocks or 0, ranks.group)
     work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [], {})
@@ -87,9 +94,11 @@ def rewrite(
         ("by_meaning", _by_meaning),
     ]
     seen: list[second_look.Step] | None = None
+    whole = first.real_length * ranks.world_size
+    broken = assumed.broken(whole) if ranks.world_size > 1 else None
     if ranks.world_size > 1:
-        refuse_constant_slices(first)
         if first.length == 1:
+            refuse_constant_slices(first)
             seen = second_look.user_steps(gm)
         passes += [
             ("running_sums", _running_sums),
@@ -103,7 +112,7 @@ def rewrite(
             if analysis is None:
                 analysis = work.analyse()
                 assert analysis is not None, "the inputs are the same in every pass"
-            if name == "length" and isinstance(first.length, int) and seen is None:
+            if name == "length" and seen is None and (isinstance(first.length, int) or broken is not None):
                 seen = second_look.steps_of(analysis)
             run(work, analysis, record)
             if record.matches:
@@ -114,15 +123,23 @@ def rewrite(
     if ranks.world_size > 1:
         report.communication[:0] = _scans(work)
     if seen is not None:
-        _look_again(work, seen, one_token=first.length == 1)
+        try:
+            assumed.equal.append(_look_again(work, seen, first.length))
+        except LengthInValue as another_program:
+            if broken is None:
+                raise
+            raise assumed.refusal(broken, whole) from another_program
     return Rewritten(list(work.masks.values()), work.output_dims)
 
 
-def _look_again(work: _Rewriting, seen: list[second_look.Step], one_token: bool) -> None:
-    """Refuses a model whose length is a constant in the trace if it is another program for another length."""
+def _look_again(work: _Rewriting, seen: list[second_look.Step], length: Any) -> Assumptions:
+    """Refuses a model that is another program for a longer sequence; returns what the trace of that assumes."""
+    assumed: list[Assumptions] = []
 
     def steps(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[second_look.Step]:
-        if one_token:
+        inputs = graph_inputs(gm, example_inputs, work.settings.seq_dim)
+        assumed.append(assumptions(gm, inputs, example_inputs))
+        if length == 1:
             return second_look.user_steps(gm)
         again = replace(work, gm=gm, example_inputs=example_inputs, report=Report(), attempts=[], masks={})
         for run in (_by_name, _loops, _by_meaning, _running_sums):
@@ -135,8 +152,15 @@ def _look_again(work: _Rewriting, seen: list[second_look.Step], one_token: bool)
         return second_look.steps_of(analysis)
 
     second_look.look_again(
-        work.gm, work.example_inputs, work.settings.seq_dim, work.ranks.world_size, seen, steps
+        work.gm,
+        work.example_inputs,
+        work.settings.seq_dim,
+        work.ranks.world_size,
+        not isinstance(length, int),
+        seen,
+        steps,
     )
+    return assumed[-1]
 
 
 def _scans(work: _Rewriting) -> list[Communication]:

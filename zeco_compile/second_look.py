@@ -1,8 +1,9 @@
-"""A second look at a model whose length is a constant in the trace: is it the same program for a longer sequence?
+"""A second look at a model whose trace is one of this length: is it the same program for a longer sequence?
 
 Dynamo traces the length as a symbol where it can, and then every number shows what it was computed from. It cannot
 where the code loops over the length, takes `math.log` of it, or has one token per rank. Then a number in the graph
-may be the length of the slice, a step may be special (`if t == 0`, `t % 64 == 0`), and nothing shows it. So the
+may be the length of the slice, a step may be special (`if t == 0`, `t % 64 == 0`), and nothing shows it. And a trace
+with a symbol may have taken a way that the whole sequence would not have taken (`if T % chunk: pad`). So the
 user's function is traced once more, on longer inputs, and both traces are compared: what differs depends on the
 length in a way that is not known, and is refused.
 
@@ -27,6 +28,7 @@ from zeco_compile.passes.inputs import MARK, graph_inputs
 from zeco_compile.passes.length import ARITHMETIC, VALUES
 from zeco_compile.passes.locations import Location, user_location
 from zeco_compile.passes.report import op_name
+from zeco_compile.passes.torch_private import mark_weakly_dynamic, source_name
 
 _MOST_TOKENS = 128
 """Up to this many tokens the second trace is of the whole sequence; beyond, of two slices."""
@@ -34,29 +36,63 @@ _MOST_TOKENS = 128
 
 @dataclass(frozen=True)
 class Step:
-    """One op of a trace: what it is, the numbers it was given that are no sizes, and the user's line."""
+    """One op of a trace: what it is, the numbers it was given that are no sizes, the user's line, what it does along
+    the sequence, and what it reads: steps by their places, inputs by their names."""
 
     op: str
     numbers: tuple[str, ...]
     location: Location
+    along: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.op}({', '.join(self.numbers)})" if self.numbers else self.op
 
+    @property
+    def what(self) -> tuple[Any, ...]:
+        return self.op, self.numbers, self.along, self.reads
+
 
 def steps_of(analysis: Analysis) -> list[Step]:
     """The ops of a graph that has been rewritten as far as it does not depend on the ranks."""
-    return [
-        Step(op_name(node), tuple(_numbers(node)), user_location(analysis.user_node(node)))
-        for node in analysis.shadow.graph.nodes
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
-    ]
+    names = {analysis.shadow.inputs.get(each.node): each.name for each in analysis.inputs}
+    places: dict[fx.Node, str] = {node: name for node, name in names.items() if node is not None}
+    out: list[Step] = []
+    for node in analysis.shadow.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
+            continue  # a size, or an input
+        reads = tuple(places.get(source, source.op) for source in node.all_input_nodes if _is_value(source))
+        if not isinstance(node.target, torch._ops.OpOverload):
+            places[node] = f"{node.args[1]} of {reads[0]}"  # one of several results
+            continue
+        places[node] = f"step {len(out)}"
+        location, along = user_location(analysis.user_node(node)), _along(analysis, node)
+        out.append(Step(op_name(node), tuple(_numbers(node)), location, along, reads))
+    return out
+
+
+def _is_value(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor | list | tuple)
+
+
+def _along(analysis: Analysis, node: fx.Node) -> tuple[str, ...]:
+    """How the op acts along the sequence, and which rows its result has: a slice takes all of a short sequence."""
+    track = analysis.track
+    rows = [track.axes.window_of(track.dims(node)[dim]) for dim in track.sequence_dims(node)]
+    return (*(action.kind for action in track.acts_along_sequence(node)), *map(str, rows))
 
 
 def user_steps(gm: fx.GraphModule) -> list[Step]:
     """The ops of Dynamo's own graph, with the numbers that are values: no sizes, dimensions and positions."""
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
-    return [Step(op_name(node), tuple(_values(node)), user_location(node)) for node in calls]
+    return [Step(op_name(node), tuple(_values(node)), user_location(node), (), _inputs(node)) for node in calls]
+
+
+def _inputs(node: fx.Node) -> tuple[str, ...]:
+    """The inputs of the graph that a node of it reads itself."""
+    return tuple(
+        source_name(source) or str(source.target) for source in node.all_input_nodes if source.op == "placeholder"
+    )
 
 
 def _values(node: fx.Node) -> Iterator[str]:
@@ -100,15 +136,16 @@ def look_again(
     example_inputs: Sequence[Any],
     seq_dim: int,
     world_size: int,
+    symbolic: bool,
     first: list[Step],
     steps: Callable[[fx.GraphModule, Sequence[Any]], list[Step]],
 ) -> None:
     """Raises LengthInValue where the user's function, traced on a longer sequence, is another program.
 
-    `first` are the steps of this trace, `steps(gm, example_inputs)` gives those of the other. To be called within
-    the compilation of the graph `gm`.
+    `first` are the steps of this trace, which has a symbol for the length if `symbolic`, as the other will then;
+    `steps(gm, example_inputs)` gives those of the other. To be called within the compilation of the graph `gm`.
     """
-    length, longer, replaced = _longer(gm, example_inputs, seq_dim, world_size)
+    length, longer, replaced = _longer(gm, example_inputs, seq_dim, world_size, symbolic)
     frame = torch_private.root_frame()
 
     def lengthened(value: Any) -> Any:
@@ -157,7 +194,7 @@ class _Seen(CompileError):
 
 
 def _longer(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int, world_size: int
+    gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int, world_size: int, symbolic: bool
 ) -> tuple[int, int, dict[int, torch.Tensor]]:
     """The length, a longer one, and the inputs of that length by the identity of those given."""
     replaced: dict[int, torch.Tensor] = {}
@@ -167,12 +204,14 @@ def _longer(
             continue
         tensor = example_inputs[each.index]
         length = tensor.shape[each.along]
-        longer = length * (world_size if length * world_size <= _MOST_TOKENS else 2)
+        longer = length * (world_size if symbolic or length * world_size <= _MOST_TOKENS else 2)
         rows = torch.arange(longer, device=tensor.device) % length
         with torch.no_grad():
             other = tensor.detach().index_select(each.along, rows)
         if hasattr(tensor, MARK):
             setattr(other, MARK, getattr(tensor, MARK))
+        if symbolic:
+            mark_weakly_dynamic(other, each.along)
         replaced[id(tensor)] = other.requires_grad_(tensor.requires_grad)
     return length, longer, replaced
 
@@ -185,11 +224,18 @@ def _where(gm: fx.GraphModule) -> Location:
 def _compare(first: Sequence[Step], second: Sequence[Step], length: int, longer: int) -> None:
     """Op by op: what is left of a loop that was understood is the same whatever its length."""
     for one, other in zip(first, second, strict=False):
-        if (one.op, one.numbers) != (other.op, other.numbers):
-            _refuse(one, str(one), str(other), length, longer)
+        if one.what != other.what:
+            _refuse(one, *_told_apart(one, other), length, longer)
     if len(first) != len(second):
         rest = (first if len(first) > len(second) else second)[min(len(first), len(second))]
         _refuse(rest, f"{len(first)} operations", f"{len(second)}", length, longer)
+
+
+def _told_apart(one: Step, other: Step) -> tuple[str, str]:
+    for details in (lambda s: str(s), lambda s: f"{s} ({', '.join(s.along) or 'all rows'})"):
+        if details(one) != details(other):
+            return details(one), details(other)
+    return tuple(f"{each} of {', '.join(each.reads)}" for each in (one, other))  # type: ignore[return-value]
 
 
 def _compare_kinds(first: Sequence[Step], second: Sequence[Step], longer: int) -> None:

@@ -1,0 +1,163 @@
+"""Sizes: ints, or expressions of the symbols that a trace has for them, and what is known of those symbols.
+
+A trace holds for the values of its symbols that satisfy its guards. What follows from that is not looked for by
+algebra but tried: an expression is a whole number, or a constant, if it is one at all of a dozen values for which the
+guards hold. So the rows of a sequence padded to whole chunks, `s + (4 - s % 4) % 4`, divide by four, and `s` itself
+does where the trace took the way without padding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, reduce
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import sympy
+import torch
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+
+from zeco_compile.passes import torch_private
+
+Size = Any
+"""An int or a sympy expression of the graph's symbols."""
+
+_NEAR, _FAR = 8, 3
+"""Values of a symbol that are tried: the first ones, and some large ones."""
+_FEWEST = 4
+"""With fewer values than this for which the guards hold nothing is concluded from them."""
+_TRIES = 64
+
+
+class SizeFacts:
+    """What is known of the symbols of one trace: its guards, and the values at hand."""
+
+    def __init__(self, guards: Sequence[Any] = (), hints: Mapping[Any, int] | None = None) -> None:
+        self.guards = tuple(guards)
+        self.hints = dict(hints or {})
+        self._known: dict[Any, Size] = {}
+
+    def admits(self, values: Mapping[Any, int]) -> bool:
+        """The guards hold for these values of symbols, and for the values at hand of all others."""
+        numbers = {s: sympy.Integer(v) for s, v in (self.hints | dict(values)).items()}
+        return all(guard.xreplace(numbers) != sympy.false for guard in self.guards)
+
+    def values_of(self, symbol: Any, start: int = 2) -> Iterator[int]:
+        """Values from `start` on for which the guards hold. Beyond the first ones only those are tried that leave the
+        rest that the value at hand leaves, by every number that the guards divide by."""
+        near = start + _TRIES
+        first = near + (self.hints[symbol] - near) % self._step
+        far = range(first, first + _TRIES * self._step, self._step)
+        return (value for value in (*range(start, near), *far) if self.admits({symbol: value}))
+
+    @cached_property
+    def _step(self) -> int:
+        divisors = {
+            int(part.args[1])
+            for guard in self.guards
+            for part in guard.atoms(FloorDiv, Mod, PythonMod)
+            if part.args[1].is_Integer and part.args[1] > 0
+        }
+        return reduce(sympy.lcm, sorted(divisors), 1)
+
+    @cached_property
+    def _others(self) -> dict[Any, list[int]]:
+        """For each symbol, values other than the one at hand for which the guards hold: below, next and far above."""
+        out = {}
+        for symbol, hint in self.hints.items():
+            starts = ((2, _NEAR), (hint + 1, _FAR), (2 * hint, 1), (1000 + hint, _FAR))
+            found = [v for start, count in starts for v in itertools.islice(self.values_of(symbol, start), count)]
+            out[symbol] = [value for value in dict.fromkeys(found) if value != hint]
+        return out
+
+    def is_bounded(self, symbol: Any) -> bool:
+        """The guards leave few values, or none much above the one at hand: the code has counted something that depends
+        on it, as a loop over chunks does."""
+        others = self._others[symbol]
+        return len(others) < _FEWEST or max(others) < 2 * self.hints[symbol]
+
+    @cached_property
+    def samples(self) -> list[dict[Any, Any]]:
+        """Values of all symbols for which the guards hold; one symbol varies at a time."""
+        varied = [self.hints | {symbol: v} for symbol, values in self._others.items() for v in values]
+        return [{s: sympy.Integer(v) for s, v in each.items()} for each in (self.hints, *varied)]
+
+    def _tried(self, expression: Any) -> list[Any]:
+        """The expression's values; none where its symbols are not known, or take too few values."""
+        symbols = expression.free_symbols
+        if not symbols or not symbols <= set(self.hints):
+            return []
+        varied = [s for s in self.samples if any(s[symbol] != self.hints[symbol] for symbol in symbols)]
+        if len(varied) < _FEWEST:
+            return []
+        return [expression.xreplace(sample) for sample in varied]
+
+    def is_whole(self, expression: Any) -> bool:
+        """The expression is a whole number whatever the symbols are."""
+        values = self._tried(expression)
+        return bool(values) and all(value.is_Integer for value in values)
+
+    def simplify(self, size: Size) -> Size:
+        """The same size without divisions that leave no rest, and without what is a constant."""
+        if isinstance(size, int):
+            return size
+        if size not in self._known:
+            plain = size.replace(lambda e: isinstance(e, FloorDiv | Mod | PythonMod), self._plain)
+            value = sympy.expand(plain)
+            self._known[size] = int(value) if value.is_Integer else value
+        return self._known[size]
+
+    def _plain(self, part: Any) -> Any:
+        values = self._tried(part)
+        if values and all(value == values[0] for value in values):
+            return values[0]
+        if isinstance(part, FloorDiv):
+            exact = self.quotient(*part.args)
+            if exact is not None:
+                return sympy.sympify(exact)
+        return part
+
+    def quotient(self, a: Size, b: Size) -> Size | None:
+        """a / b if that is a whole number whatever the symbols are, else None."""
+        if isinstance(a, int) and isinstance(b, int):
+            return a // b if b and a % b == 0 else None
+        ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
+        if ratio.is_Integer:
+            return int(ratio)
+        if ratio.is_Rational:
+            return None
+        numerator, denominator = ratio.as_numer_denom()
+        polynomial = denominator == 1 and numerator.is_polynomial()
+        if polynomial and all(c.is_Integer for c in sympy.Poly(ratio).coeffs()):
+            return ratio
+        return ratio if self.is_whole(ratio) else None
+
+
+_facts: WeakKeyDictionary[Any, tuple[tuple[int, ...], SizeFacts]] = WeakKeyDictionary()
+
+
+def facts_of(shape_env: Any) -> SizeFacts:
+    """What is known by now of a trace's symbols; of none without a trace (None)."""
+    if shape_env is None:
+        return SizeFacts()
+    state = torch_private.shape_state(shape_env)
+    known = _facts.get(shape_env)
+    if known is None or known[0] != state:
+        guards, hints = torch_private.shape_facts(shape_env)
+        known = _facts[shape_env] = (state, SizeFacts(guards, hints))
+    return known[1]
+
+
+def size_of(value: Any) -> Size:
+    """An int or SymInt as int or sympy expression."""
+    if isinstance(value, torch.SymInt):
+        return facts_of(value.node.shape_env).simplify(value.node.expr)
+    return int(value)
+
+
+def same_size(a: Size, b: Size) -> bool:
+    """Equal whatever the symbols are (never: equal for the sizes at hand)."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return bool(sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0)
