@@ -45,6 +45,20 @@ class CanonicalAxes:
     gate_family: str
     output: fx.Node
     analysis: Analysis
+    rows: Atom
+    """Stands for `time` where that is more than one axis, chunks and the rows of a chunk."""
+
+    def dims(self, node: fx.Node) -> list[tuple[Atom, ...]]:
+        """The dimensions of a value in root atoms."""
+        track = self.analysis.track
+        return [track.axes.flat(dim) for dim in track.dims(node)]
+
+    def with_rows(self, *values: Sequence[tuple[Atom, ...]]) -> list[list[tuple[Atom, ...]]]:
+        """The dimensions of several values with `rows` in place of `time`, where none has chunks in a dimension of
+        their own; as they are otherwise."""
+        joined = [[_with_one(dim, self.time, self.rows) for dim in dims] for dims in values]
+        apart = any(a in self.time and a is not self.rows for dims in joined for dim in dims for a in dim)
+        return [list(dims) for dims in values] if apart else joined
 
     @classmethod
     def find(
@@ -89,9 +103,10 @@ class CanonicalAxes:
             family = "per head and token"
         else:
             family = "constant per head"
+        time = track.axes.flat((track.axes.sequence,))
         return cls(
             tuple(outer[:1]),
-            track.axes.flat((track.axes.sequence,)),
+            time,
             tuple(outer[1:]),
             tuple(key),
             tuple(value),
@@ -99,6 +114,7 @@ class CanonicalAxes:
             family,
             output,
             analysis,
+            time[0] if len(time) == 1 else Atom(track.axes.length, "rows", sequence=True),
         )
 
     def covers(self, kind: Canonical, node: fx.Node) -> bool:
@@ -114,6 +130,13 @@ class CanonicalAxes:
         last = {Canonical.KEY: self.key, Canonical.VALUE: self.value, Canonical.GATE: self.key}[kind]
         outer = [self.batch, self.time, self.heads]
         return outer if kind is Canonical.GATE and not self.gate_has_key else [*outer, last]
+
+
+def _with_one(dim: tuple[Atom, ...], several: tuple[Atom, ...], one: Atom) -> tuple[Atom, ...]:
+    for i in range(len(dim) - len(several) + 1):
+        if dim[i : i + len(several)] == several:
+            return (*dim[:i], one, *dim[i + len(several) :])
+    return dim
 
 
 class Operations(Protocol):
@@ -137,13 +160,12 @@ def arrange(
     values: Mapping[fx.Node, Any],
 ) -> Any:
     """The product of `values[node]` over `nodes`, in the operator's layout `kind`; ones without nodes."""
-    groups = axes.groups(kind)
+    groups, *dims_of = axes.with_rows(axes.groups(kind), *(axes.dims(node) for node in nodes))
     target = [atom for group in groups for atom in group]
     sizes = [ops.size(group) for group in groups]
     product = None
     covered: set[Atom] = set()
-    for node in nodes:
-        dims = [axes.analysis.track.axes.flat(dim) for dim in axes.analysis.track.dims(node)]
+    for node, dims in zip(nodes, dims_of, strict=True):
         have = [atom for dim in dims for atom in dim]
         x = _taken_apart(ops, values[node], dims)
         order = [have.index(a) for a in target if a in have]
@@ -163,10 +185,8 @@ def arrange(
 
 def disarrange(ops: Operations, axes: CanonicalAxes, o: Any) -> Any:
     """The operator's o, [B, T, H, V], in the layout of the region's output."""
-    track = axes.analysis.track
-    groups = axes.groups(Canonical.VALUE)
+    groups, dims = axes.with_rows(axes.groups(Canonical.VALUE), axes.dims(axes.output))
     have = [atom for group in groups for atom in group]
-    dims = [track.axes.flat(dim) for dim in track.dims(axes.output)]
     want = [atom for dim in dims for atom in dim]
     x = _taken_apart(ops, o, groups)
     order = [have.index(a) for a in want]

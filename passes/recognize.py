@@ -24,7 +24,7 @@ from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.axes import Atom
-from zeco_compile.passes.layout import Canonical, GraphOperations, arrange, disarrange
+from zeco_compile.passes.layout import Canonical, CanonicalAxes, GraphOperations, arrange, disarrange
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.modes import reason_against
 from zeco_compile.passes.region import (
@@ -354,7 +354,7 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     with graph.inserting_before(anchor):
         ops = GraphOperations(
             graph,
-            lambda atom: _size_source(roles.axes.analysis, values, atom),
+            lambda atom: _size_source(roles.axes, values, atom),
             next(iter(values.values())),
             operand_dtype,
             end.meta.get("stack_trace"),
@@ -410,10 +410,13 @@ def _promoted(nodes: Sequence[fx.Node], default: torch.dtype) -> torch.dtype:
     return default if dtype is None else dtype
 
 
-def _size_source(analysis: Analysis, values: dict[fx.Node, fx.Node], atom: Atom) -> tuple[fx.Node, int]:
+def _size_source(axes: CanonicalAxes, values: dict[fx.Node, fx.Node], atom: Atom) -> tuple[fx.Node, int]:
+    analysis = axes.analysis
     for aten_node, user_node in values.items():
         for i, dim in enumerate(analysis.track.dims(aten_node)):
-            if analysis.track.axes.flat(dim) == (atom,):
+            if analysis.track.axes.flat(dim) == (atom,) or (
+                atom is axes.rows and analysis.track.axes.is_whole_sequence(dim)
+            ):
                 return user_node, i
     raise NotLinearAttention(f"no input has a dimension of the symbolic size {atom.size} by itself")
 

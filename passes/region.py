@@ -107,8 +107,8 @@ def with_common_sources(region: Region, analysis: Analysis, *, through: str) -> 
     passed: set[fx.Node] = set()
     for node, way in ways.items():
         others = {each for other, theirs in ways.items() if other is not node for each in theirs}
-        own = _before_chunks(analysis, way)
-        at = next((i for i, each in enumerate(way) if each in others and _is_held(analysis, each)), own)
+        at = next((i for i, each in enumerate(way) if each in others and _is_held(analysis, each)), 0)
+        at += _before_chunks(analysis, way[at:])
         passed.update(way[:at])
         inputs[way[at]] = None
     interior = {*region.interior, *passed}
@@ -146,7 +146,7 @@ def _keeps_values(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _before_chunks(analysis: Analysis, way: Sequence[fx.Node]) -> int:
-    """Where on the way up from an input to stop: at itself, unless its rows are taken apart into chunks."""
+    """Where on the way up from a value to stop: at itself, unless its rows are taken apart into chunks."""
     chunked = len(analysis.track.sequence_dims(way[0])) > 1
     for at, node in enumerate(way if chunked else ()):
         padded = node.target is aten.constant_pad_nd.default and at + 1 < len(way)

@@ -44,12 +44,14 @@ class SizeFacts:
         return all(guard.xreplace(numbers) != sympy.false for guard in self.guards)
 
     def values_of(self, symbol: Any, start: int = 2) -> Iterator[int]:
-        """Values from `start` on for which the guards hold. Beyond the first ones only those are tried that leave the
-        rest that the value at hand leaves, by every number that the guards divide by."""
+        """Values from `start` on, of this symbol and of those that are as large now, for which the guards hold. Beyond
+        the first ones only those are tried that leave the rest that the value at hand leaves, by every number that
+        the guards divide by."""
+        alike = [other for other, hint in self.hints.items() if hint == self.hints[symbol]]
         near = start + _TRIES
         first = near + (self.hints[symbol] - near) % self._step
         far = range(first, first + _TRIES * self._step, self._step)
-        return (value for value in (*range(start, near), *far) if self.admits({symbol: value}))
+        return (value for value in (*range(start, near), *far) if self.admits(dict.fromkeys(alike, value)))
 
     @cached_property
     def _step(self) -> int:
@@ -79,9 +81,16 @@ class SizeFacts:
 
     @cached_property
     def samples(self) -> list[dict[Any, Any]]:
-        """Values of all symbols for which the guards hold; one symbol varies at a time."""
-        varied = [self.hints | {symbol: v} for symbol, values in self._others.items() for v in values]
-        return [{s: sympy.Integer(v) for s, v in each.items()} for each in (self.hints, *varied)]
+        """Values of all symbols for which the guards hold. Those that are equal now vary together, for the inputs have
+        one length; and each by itself, if it may."""
+        out = [self.hints]
+        for symbol, values in self._others.items():
+            alike = [other for other, hint in self.hints.items() if hint == self.hints[symbol]]
+            out += [self.hints | dict.fromkeys(alike, value) for value in values]
+            if len(alike) > 1:
+                alone = (self.hints | {symbol: value} for value in values[:_FEWEST])
+                out += [each for each in alone if self.admits(each)]
+        return [{s: sympy.Integer(v) for s, v in each.items()} for each in out]
 
     def _tried(self, expression: Any) -> list[Any]:
         """The expression's values; none where its symbols are not known, or take too few values."""
