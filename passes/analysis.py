@@ -103,6 +103,10 @@ class Analysis:
 
     _constants: set[fx.Node] = field(default_factory=set)
 
+    from_sums: set[fx.Node] = field(default_factory=set)
+    """Values computed from a sum over (a part of) the sequence that a rule will make right, and not from a region:
+    a state of chunks looks like that, too."""
+
     @property
     def real_length(self) -> int:
         """The rows of this rank's slice at this call, also where the trace has a symbol for them."""
@@ -168,16 +172,26 @@ def assign_states(
         outer = [s for n in group for s in n.all_input_nodes if s not in inside]
         inputs_mixed = any(analysis.state(s) is State.MIXED for s in outer)
         mixing = any(analysis.mixes(n) for n in group)
+        _note_sums(analysis, group)
         if not inputs_mixed and mixing and handled(user_node):
             mixing = False
         elif mixing or inputs_mixed:
             _taint(analysis, group)
             if settle is not None and settle(user_node):
                 inputs_mixed = mixing = False
+                analysis.from_sums.difference_update(group)
             else:
                 continue
         for node in group:
             analysis.states[node] = State.WINDOW if analysis.is_window(node) else State.LOCAL
+
+
+def _note_sums(analysis: Analysis, group: list[fx.Node]) -> None:
+    for node in group:
+        kinds = {action.kind for action in analysis.own_mixing(node)}
+        is_sum = bool(kinds) and kinds <= {"reduce", "contract"} and not analysis.track.sequence_dims(node)
+        if is_sum or any(source in analysis.from_sums for source in node.all_input_nodes):
+            analysis.from_sums.add(node)
 
 
 _aten = torch.ops.aten

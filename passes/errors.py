@@ -208,12 +208,13 @@ class RecompilationLimit(CompileError):
 
 
 class MaskChanged(CompileError):
-    """A buffer that was a causal mask when the model was compiled is none any more."""
+    """A buffer whose values were relied on when the model was compiled, as a causal mask's, has others now."""
 
     def __init__(self, buffer: str) -> None:
         self.buffer = buffer
         super().__init__(
-            f"the buffer `{buffer}` was a causal mask when the model was compiled, and has changed.",
+            f"the values of the buffer `{buffer}`, a mask or decays, were relied on when the model was compiled, and have "
+            "changed.",
             hints=["call torch.compiler.reset() and compile the model again"],
         )
 

@@ -1,9 +1,9 @@
-"""Masks that a model keeps in a buffer: data, not code, so they are looked at.
+"""Masks and decays that a model keeps in a buffer: data, not code, so they are looked at.
 
 `register_buffer("mask", torch.tril(torch.ones(n, n)))` and `self.mask[:T, :T]` in the forward is how many models
-write causality. The region that uses it can be recognised only if the buffer's values are taken as they are. They
-are read when the graph is compiled, over all rows that the sequence can use, and again whenever the buffer has
-changed since (`CausalMask.still_holds`).
+write causality, and the decays of lightning attention and retention are tables too. The region that uses them can be
+recognised only if the buffers' values are taken as they are. They are read when the graph is compiled, over all rows
+that the sequence can use, and again whenever the buffer has changed since (`still_holds`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,44 @@ class CausalMask:
         """The tensor is that mask. Reads the values: on a GPU this waits for it."""
         found = _triangle(value)
         return found is not None and found == (self.below, self.above)
+
+
+_MOST_VALUES = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class TakenValues:
+    """The input `index` of the graph has these values, on the CPU; `rows` is its largest size."""
+
+    index: int
+    name: str
+    values: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return max(self.values.shape, default=1)
+
+    def still_holds(self, value: torch.Tensor) -> bool:
+        """The tensor has these values. Reads them: on a GPU this waits for it."""
+        return value.shape == self.values.shape and bool(torch.equal(value.detach().cpu(), self.values))
+
+
+Buffer = CausalMask | TakenValues
+"""What a region relies on of a buffer."""
+
+
+def taken_values(analysis: Analysis, node: fx.Node) -> TakenValues | None:
+    """The values of a placeholder of the shadow graph, if it is a buffer of real numbers that has no gradient, is not
+    too large, and is not written to by the model."""
+    each = next((i for i in analysis.inputs if analysis.shadow.inputs.get(i.node) is node), None)
+    if each is None or each.kind != "buffer" or each.along is not None:
+        return None
+    value = analysis.example_inputs[each.index]
+    if value.requires_grad or not value.is_floating_point() or value.numel() > _MOST_VALUES:
+        return None
+    if analysis.shadow.is_written_to(each.node):
+        return None
+    return TakenValues(each.index, each.name, value.detach().cpu().clone())
 
 
 def causal_mask(analysis: Analysis, node: fx.Node) -> CausalMask | None:

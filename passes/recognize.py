@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,13 +36,14 @@ from zeco_compile.passes.region import (
     largest_constant,
     piecewise,
     rounds,
+    tolerance,
     with_common_sources,
+    with_taken_buffers,
 )
 from zeco_compile.passes.report import Region as RegionReport
 from zeco_compile.passes.report import Role
 from zeco_compile.passes.roles import (
     GATE_FORMS,
-    TOLERANCE,
     GateForm,
     NotLinearAttention,
     Roles,
@@ -149,20 +150,27 @@ def _has_all_rows(analysis: Analysis, node: fx.Node) -> bool:
 
 
 def _match(analysis: Analysis, output: fx.Node, running_sums: bool) -> tuple[Match | None, str]:
-    cut = cut_region(analysis, output, MOST_INPUTS)
-    if cut is None:
-        return None, "it has too many inputs, or one that is no value of each position"
     reason = ""
     tried: set[tuple[fx.Node, ...]] = set()
-    for through in ("views", "functions"):
-        region = with_common_sources(cut, analysis, through=through)
+    for region in _readings(analysis, output):
         if region.inputs not in tried:
             tried.add(region.inputs)
             match, why = _match_region(analysis, region, running_sums)
             if match is not None:
                 return match, ""
             reason = reason or why
-    return None, reason
+    return None, reason or "it has too many inputs, or one that is no value of each position"
+
+
+def _readings(analysis: Analysis, output: fx.Node) -> Iterator[Region]:
+    """Where the region may be said to begin: at the nearest local values, or further up."""
+    for beyond_sums in (False, True):
+        cut = cut_region(analysis, output, MOST_INPUTS, beyond_sums=beyond_sums)
+        if cut is not None:
+            views = with_common_sources(cut, analysis, through="views")
+            yield views
+            yield with_common_sources(cut, analysis, through="functions")
+            yield with_taken_buffers(views, analysis)
 
 
 def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tuple[Match | None, str]:
@@ -225,12 +233,13 @@ def _rounded_inside(region: Region, analysis: Analysis) -> fx.Node | None:
 def _checked(region: Region, analysis: Analysis, roles: Roles, sizes: Sequence[Sizes]) -> Match | None:
     """The match if the region is the recurrence, up to one constant scale, at all of `sizes`."""
     worst, scales, described = 0.0, [], []
+    allowed = tolerance(region)
     for seed, at in enumerate(sizes, start=11):
         try:
             scale, difference = check(region, analysis, roles, at, seed)
         except CannotEvaluate:
             return None
-        if not difference <= TOLERANCE or scale == 0.0:
+        if not difference <= allowed or scale == 0.0:
             return None
         worst = max(worst, difference)
         scales.append(scale)
@@ -239,10 +248,10 @@ def _checked(region: Region, analysis: Analysis, roles: Roles, sizes: Sequence[S
         scale, difference = check(region, analysis, roles, sizes[0], seed=7, extreme=True)
     except CannotEvaluate:
         return None
-    if not difference <= TOLERANCE:
+    if not difference <= allowed:
         return None  # a limit that ordinary values do not reach: clipped scores, a clamped exponent
     scales.append(scale)
-    if max(scales) - min(scales) > TOLERANCE * abs(scales[0]):
+    if max(scales) - min(scales) > allowed * abs(scales[0]):
         return None  # a factor that depends on the length is no scale
     scaled = Roles(**{**roles.__dict__, "scale": _rounded(scales[0])})
     return Match(region, scaled, worst, tuple(described))
@@ -379,6 +388,8 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             heads = [
                 ops.call(aten.new_full.default, like, [1], each, dtype=state_dtype) for each in roles.constant
             ]
+            for each in heads:
+                each.meta["zeco_fitted"] = True
             g = heads[0] if len(heads) == 1 else ops.call(torch.cat, heads)
         state = None
         if roles.initial_state is not None:
@@ -525,7 +536,7 @@ def _report(
             f"{len(region.user_nodes)} nodes of your graph became one operator",
             *([f"k is multiplied with {roles.write_factor} of the decay a"] if roles.write_factor else []),
             *([f"log decay of each head: {_listed(roles.constant)}"] if roles.constant else []),
-            *(f"the causal mask in `{mask.name}` was taken as it is" for mask in region.masks),
+            *(f"the values of `{mask.name}` were taken as they are" for mask in region.masks),
         ],
         sizes=_sizes(analysis, match),
         check_error=match.error,

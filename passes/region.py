@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis, State
 from zeco_compile.passes.axes import Atom, Dim
-from zeco_compile.passes.masks import CausalMask, causal_mask
+from zeco_compile.passes.masks import Buffer, TakenValues, causal_mask, taken_values
 from zeco_compile.passes.schema import argument, is_random, shape
 from zeco_compile.passes.sizes import Size, same_size
 
@@ -39,7 +39,7 @@ class Region:
     user_nodes: tuple[fx.Node, ...]
     """The nodes of the user's graph that the interior belongs to."""
 
-    masks: tuple[CausalMask, ...] = ()
+    masks: tuple[Buffer, ...] = ()
     """Buffers whose values the region takes as they are."""
 
     masks_at: tuple[fx.Node, ...] = ()
@@ -51,12 +51,15 @@ class Region:
     final_state: fx.Node | None = None
 
 
-def cut_region(analysis: Analysis, output: fx.Node, limit: int) -> Region | None:
-    """The region that ends in `output` and begins at LOCAL values; None with more than `limit` inputs."""
+def cut_region(
+    analysis: Analysis, output: fx.Node, limit: int, *, beyond_sums: bool = False
+) -> Region | None:
+    """The region that ends in `output` and begins at LOCAL values; None with more than `limit` inputs. It goes through
+    sums over the sequence that are LOCAL by themselves if `beyond_sums`."""
     origin = analysis.shadow.origin
     inputs: dict[fx.Node, None] = {}
     interior: set[fx.Node] = set()
-    masks: dict[fx.Node, CausalMask] = {}
+    masks: dict[fx.Node, Buffer] = {}
     known: dict[fx.Node, bool] = {}
     stack = [output]
     while stack:
@@ -71,6 +74,7 @@ def cut_region(analysis: Analysis, output: fx.Node, limit: int) -> Region | None
                 continue  # a size: computed from the sizes asked for
             outside = source.op != "call_function" or origin.get(source) is not origin.get(node)
             local = analysis.state(source) is State.LOCAL and not analysis.is_constant(source)
+            local = local and not (beyond_sums and source in analysis.from_sums)
             if outside and local and not _made_from_zeros(analysis, source, known):
                 if _read_by_position(analysis, node) and (mask := causal_mask(analysis, source)) is not None:
                     masks[source] = mask
@@ -136,6 +140,66 @@ def _way_up(analysis: Analysis, node: fx.Node, through: str) -> list[fx.Node]:
             break
         way.append(sources[0])
     return way
+
+
+def with_taken_buffers(region: Region, analysis: Analysis) -> Region:
+    """The region with the values of buffers as they are, where its inputs are buffers, or computed from nothing else:
+    the decays of lightning attention."""
+    taken = dict(zip(region.masks_at, region.masks, strict=True))
+    inputs: list[fx.Node] = []
+    interior = set(region.interior)
+    for node in region.inputs:
+        way = _from_buffers(analysis, node)
+        if way is None:
+            inputs.append(node)
+            continue
+        passed, buffers = way
+        interior |= passed
+        taken |= buffers
+    ordered = tuple(n for n in analysis.shadow.graph.nodes if n in interior)
+    return replace(
+        region,
+        inputs=tuple(inputs),
+        interior=ordered,
+        user_nodes=_user_nodes(analysis, ordered),
+        masks=tuple(taken.values()),
+        masks_at=tuple(taken),
+    )
+
+
+def _from_buffers(analysis: Analysis, node: fx.Node) -> tuple[set[fx.Node], dict[fx.Node, Buffer]] | None:
+    """What a value without a sequence was computed by, and the buffers it was computed from, if from nothing else."""
+    passed: set[fx.Node] = set()
+    buffers: dict[fx.Node, Buffer] = {}
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current.op == "placeholder":
+            taken = taken_values(analysis, current)
+            if taken is None:
+                return None
+            buffers[current] = taken
+        elif current.op != "call_function" or is_random(current) or analysis.mixes(current):
+            return None
+        elif current not in passed:
+            passed.add(current)
+            stack += [s for s in current.all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)]
+    return (passed, buffers) if buffers else None
+
+
+def tolerance(region: Region) -> float:
+    """The relative difference in float64 up to which the region is what it should be: buffers of decays in float32
+    were rounded when they were made, where the result is float32 too."""
+    rounded = any(
+        isinstance(each, TakenValues) and each.values.dtype == torch.float32 for each in region.masks
+    )
+    return _ROUNDED if rounded and region.output.meta["val"].dtype == torch.float32 else TOLERANCE
+
+
+TOLERANCE = 1e-9
+"""Relative difference in float64 up to which two computations are the same."""
+
+_ROUNDED = 32 * torch.finfo(torch.float32).eps
 
 
 def _keeps_values(node: fx.Node, source: fx.Node) -> bool:

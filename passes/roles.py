@@ -24,10 +24,17 @@ from zeco_compile.kernels.recurrence import recurrent_gated_linear_attention
 from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.axes import Atom
 from zeco_compile.passes.layout import Canonical, CanonicalAxes, canonical_value, from_canonical_value
-from zeco_compile.passes.region import CannotEvaluate, Region, Sizes, as_rows, evaluate, from_rows, row_dims
-
-TOLERANCE = 1e-9
-"""Relative difference in float64 up to which two computations are the same."""
+from zeco_compile.passes.region import (
+    TOLERANCE,
+    CannotEvaluate,
+    Region,
+    Sizes,
+    as_rows,
+    evaluate,
+    from_rows,
+    row_dims,
+    tolerance,
+)
 
 _LARGE = 1e5
 """The size of q, k and v in the checks with extreme values."""
@@ -134,14 +141,15 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
     base, values = _finite_point(probe)
     affine = {node for node in region.inputs if _is_affine(probe, values, base, node)}
     moved = {node: _moves(probe, values, base, node) for node in region.inputs}
-    _refuse_the_unseen(region, moved)
     track = analysis.track
     along = {node: bool(track.sequence_dims(node)) for node in region.inputs}
+    _refuse_the_unseen([str(n) for n, how in moved.items() if how == "none" and along[n]])
 
     readers = [n for n in region.inputs if n in affine and along[n] and moved[n] == "own"]
     writers = [n for n in region.inputs if n in affine and along[n] and moved[n] == "later"]
     gates = [n for n in region.inputs if n not in affine]
-    whole = [n for n in region.inputs if n in affine and not along[n]]
+    # What does not matter (the decay of a state of zeros) is random in the checks, too.
+    whole = [n for n in region.inputs if n in affine and not along[n] and moved[n] != "none"]
     backwards = [n for n in region.inputs if moved[n] == "earlier"]
     if backwards:
         raise NotLinearAttention(f"positions depend on later ones through `{backwards[0]}`")
@@ -183,8 +191,8 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
 def _constant_decay(
     probe: Probe, values: dict[fx.Node, torch.Tensor], writers: Sequence[fx.Node], axes: CanonicalAxes
 ) -> tuple[float, ...] | None:
-    """The log decay of each head in a region without a gate, from what is left at the second position of what was
-    written at the first. None if it is not one positive number for each head."""
+    """The log decay of each head in a region without a gate, from what is left at later positions of what was written
+    at the first. None if it is not one positive number for each head."""
     if any(atom in probe.sizes.other for atom in axes.heads):
         return None  # at other sizes the heads are not those of the model
     impulse = dict(values)
@@ -202,13 +210,20 @@ def _constant_decay(
             impulse[node] = from_rows(alike.contiguous(), along, values[node].shape)
     output = probe.region.output
     o = canonical_value(axes, Canonical.VALUE, [output], {output: probe.run(impulse)}, probe.sizes)
+    allowed = tolerance(probe.region)
     ratio = o[:, 1] / o[:, 0]
     head = ratio[:1, :, :1]
-    same = bool(torch.isfinite(ratio).all()) and bool(((ratio - head).abs() <= TOLERANCE * head.abs()).all())
+    same = bool(torch.isfinite(ratio).all()) and bool(((ratio - head).abs() <= allowed * head.abs()).all())
     nothing_forgotten = bool(((head - 1).abs() <= TOLERANCE).all())
     if not same or nothing_forgotten or not bool((head > 0).all()):
         return None
-    return tuple(float(x) for x in head.flatten().log())
+    # Over many positions a rounding of what is left matters least; but something has to be left.
+    left = o[0, :, :, 0] / o[0, :1, :, 0]
+    last = (left >= _LEFT).sum(0).clamp(min=2) - 1
+    return tuple(float(each[at].log() / at) for each, at in zip(left.T, last.tolist(), strict=True))
+
+
+_LEFT = 1e-3
 
 
 def check(
@@ -332,8 +347,7 @@ def _moves(probe: Probe, values: dict[fx.Node, torch.Tensor], base: torch.Tensor
     return "own" if changed == {at} else "later"
 
 
-def _refuse_the_unseen(region: Region, moved: dict[fx.Node, str]) -> None:
-    unseen = [str(n) for n, how in moved.items() if how == "none"]
+def _refuse_the_unseen(unseen: Sequence[str]) -> None:
     if unseen:
         raise NotLinearAttention(
             f"the output does not depend on its input {', '.join(unseen)} at the sizes probed"

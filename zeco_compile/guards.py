@@ -15,7 +15,7 @@ from zeco_compile.passes.branches import Assumptions
 from zeco_compile.passes.errors import GraphBreak, MaskChanged, RecompilationLimit, SequenceInputError
 from zeco_compile.passes.inputs import GraphInput, graph_inputs
 from zeco_compile.passes.locations import innermost_user_frame
-from zeco_compile.passes.masks import CausalMask
+from zeco_compile.passes.masks import Buffer
 from zeco_compile.rewrite import Rewritten
 from zeco_compile.settings import Settings
 
@@ -111,7 +111,7 @@ def refuse_unknown_intermediates(
 class _ReliedOn:
     """A mask, and the state of its tensor when its values were last looked at."""
 
-    def __init__(self, mask: CausalMask, value: torch.Tensor) -> None:
+    def __init__(self, mask: Buffer, value: torch.Tensor) -> None:
         self.mask = mask
         self.seen = self._state(value)
 

@@ -26,7 +26,7 @@ from zeco_compile.passes.analysis import Analysis, analyse
 from zeco_compile.passes.branches import Assumptions, assumptions, refuse_constant_slices
 from zeco_compile.passes.errors import LengthInValue
 from zeco_compile.passes.inputs import graph_inputs
-from zeco_compile.passes.masks import CausalMask
+from zeco_compile.passes.masks import Buffer
 from zeco_compile.passes.modes import refuse_hooks
 from zeco_compile.passes.plans import Ranks
 from zeco_compile.passes.report import Communication, PassRecord, Report, op_name
@@ -39,7 +39,7 @@ class Rewritten:
     """What has to be known of a rewritten graph at every call: the masks whose values were relied on, and the
     dimension of each output along the sequence (None where nothing was followed: one rank, or no sequence)."""
 
-    masks: list[CausalMask]
+    masks: list[Buffer]
     output_dims: list[int | None] | None
 
 
@@ -54,7 +54,7 @@ class _Rewriting:
     wiring: recognize.Wiring
     report: Report
     attempts: list[tuple[fx.Node, str]]
-    masks: dict[int, CausalMask]
+    masks: dict[int, Buffer]
     output_dims: list[int | None] | None = None
 
     def analyse(self) -> Analysis | None:

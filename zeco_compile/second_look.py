@@ -67,7 +67,7 @@ def steps_of(analysis: Analysis) -> list[Step]:
             continue
         places[node] = f"step {len(out)}"
         location, along = user_location(analysis.user_node(node)), _along(analysis, node)
-        out.append(Step(op_name(node), tuple(_numbers(node)), location, along, reads))
+        out.append(Step(op_name(node), tuple(_numbers(analysis, node)), location, along, reads))
     return out
 
 
@@ -115,8 +115,10 @@ _SIZES = frozenset({"end", "index", "start", "length", "dim0", "dim1"})
 _NUMBERS_OF_SIZE_TYPE = frozenset({"diagonal"})
 
 
-def _numbers(node: fx.Node) -> Iterator[str]:
+def _numbers(analysis: Analysis, node: fx.Node) -> Iterator[str]:
     schema = node.target._schema  # type: ignore[union-attr]
+    user_node = analysis.user_node(node)
+    fitted = user_node is not None and user_node.meta.get("zeco_fitted")
     is_range = node.target in (torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
     for index, parameter in enumerate(schema.arguments):
         value = node.args[index] if index < len(node.args) else node.kwargs.get(parameter.name)
@@ -124,7 +126,8 @@ def _numbers(node: fx.Node) -> Iterator[str]:
             continue
         named = parameter.name in _NUMBERS_OF_SIZE_TYPE or (is_range and parameter.name == "start")
         if named or (str(parameter.type) in _KINDS and parameter.name not in _SIZES):
-            yield f"{parameter.name}={value!r}"
+            shown = f"{value:.4g}" if fitted and isinstance(value, float) else repr(value)
+            yield f"{parameter.name}={shown}"
     for source in node.all_input_nodes:
         constant = getattr(source.meta.get("val"), "constant", None)
         if source.op == "get_attr" and isinstance(constant, torch.Tensor) and constant.numel() <= 16:

@@ -14,7 +14,7 @@ class Lightning(nn.Module):
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
-        slope = torch.tensor([0.7, 0.2])[:, None, None]
+        slope = torch.tensor([0.7, 0.2], dtype=torch.float64)[:, None, None]
         at = torch.arange(BLOCK) + 1
         self.register_buffer("slope", slope)
         self.register_buffer("query_decay", torch.exp(-slope * at[:, None]))
