@@ -18,6 +18,7 @@ import sympy
 
 from zeco_compile.passes.sizes import Size, SizeFacts, same_size
 
+
 class Atom:
     """One axis. `origins` says where it was made: "input", "parameter", "factory", "position", "slice", ..."""
 

@@ -459,7 +459,7 @@ class _Region:
     def _roles_of_sources(self, part: _Part) -> dict[fx.Node, Roles]:
         """The roles in which the op needs its operands, from the axes of the op by itself. Raises _Unfit."""
         node, analysis = part.node, self.analysis
-        alone = Tracking(analysis.length)
+        alone = Tracking(analysis.length, analysis.track.axes.facts)
         given: dict[fx.Node, list[list[Atom]]] = {}
         for source in tensors(node):
             dims, along = [], []

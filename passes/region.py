@@ -119,9 +119,7 @@ def with_common_sources(region: Region, analysis: Analysis, *, through: str) -> 
     for node in [each for each in inputs if each in interior]:
         interior.discard(node)  # where one way goes on through the end of another
     ordered = tuple(n for n in analysis.shadow.graph.nodes if n in interior)
-    return replace(
-        region, inputs=tuple(inputs), interior=ordered, user_nodes=_user_nodes(analysis, ordered)
-    )
+    return replace(region, inputs=tuple(inputs), interior=ordered, user_nodes=_user_nodes(analysis, ordered))
 
 
 def _user_nodes(analysis: Analysis, interior: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
@@ -374,7 +372,9 @@ def evaluate(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Size
         raise CannotEvaluate("a loop over the sequence can be run at multiples of its length only")
     if pieces == 1:
         return _run(region, values, sizes, {})[region.output]
-    if any(len(row_dims(analysis, node) or (0, 0)) > 1 for node in values if analysis.track.sequence_dims(node)):
+    if any(
+        len(row_dims(analysis, node) or (0, 0)) > 1 for node in values if analysis.track.sequence_dims(node)
+    ):
         raise CannotEvaluate("a value whose rows are taken apart into chunks cannot be cut into pieces")
     local = Sizes(analysis, step, sizes.other)
     carried: dict[fx.Node, torch.Tensor] = {}

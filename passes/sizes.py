@@ -69,7 +69,9 @@ class SizeFacts:
         out = {}
         for symbol, hint in self.hints.items():
             starts = ((2, _NEAR), (hint + 1, _FAR), (2 * hint, 1), (1000 + hint, _FAR))
-            found = [v for start, count in starts for v in itertools.islice(self.values_of(symbol, start), count)]
+            found = [
+                v for start, count in starts for v in itertools.islice(self.values_of(symbol, start), count)
+            ]
             out[symbol] = [value for value in dict.fromkeys(found) if value != hint]
         return out
 

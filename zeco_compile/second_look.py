@@ -85,13 +85,17 @@ def _along(analysis: Analysis, node: fx.Node) -> tuple[str, ...]:
 def user_steps(gm: fx.GraphModule) -> list[Step]:
     """The ops of Dynamo's own graph, with the numbers that are values: no sizes, dimensions and positions."""
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
-    return [Step(op_name(node), tuple(_values(node)), user_location(node), (), _inputs(node)) for node in calls]
+    return [
+        Step(op_name(node), tuple(_values(node)), user_location(node), (), _inputs(node)) for node in calls
+    ]
 
 
 def _inputs(node: fx.Node) -> tuple[str, ...]:
     """The inputs of the graph that a node of it reads itself."""
     return tuple(
-        source_name(source) or str(source.target) for source in node.all_input_nodes if source.op == "placeholder"
+        source_name(source) or str(source.target)
+        for source in node.all_input_nodes
+        if source.op == "placeholder"
     )
 
 

@@ -19,7 +19,8 @@ class Model(nn.Module):
         b, t, d = x.shape
         h, n = self.heads, t // CHUNK
         q, k, v, g = (
-            f(x).view(b, n, CHUNK, h, d // h).permute(0, 3, 1, 2, 4) for f in (self.q, self.k, self.v, self.gate)
+            f(x).view(b, n, CHUNK, h, d // h).permute(0, 3, 1, 2, 4)
+            for f in (self.q, self.k, self.v, self.gate)
         )
         g = torch.nn.functional.logsigmoid(g).cumsum(3)
         state = x.new_zeros(b, h, d // h, d // h)

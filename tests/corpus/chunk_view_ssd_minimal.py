@@ -44,7 +44,9 @@ class Model(nn.Module):
         self.A_log = nn.Parameter(torch.rand(heads))
 
     def forward(self, u):
-        x, B, C, dt = self.in_proj(u).split([self.heads * n for n in (self.headdim, self.state, self.state, 1)], -1)
+        x, B, C, dt = self.in_proj(u).split(
+            [self.heads * n for n in (self.headdim, self.state, self.state, 1)], -1
+        )
         x, B, C = (z.unflatten(-1, (self.heads, -1)) for z in (x, B, C))
         dt = F.softplus(dt - 2)
         return ssd(x * dt[..., None], -torch.exp(self.A_log) * dt, B, C, 4)
