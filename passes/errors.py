@@ -213,8 +213,8 @@ class MaskChanged(CompileError):
     def __init__(self, buffer: str) -> None:
         self.buffer = buffer
         super().__init__(
-            f"the values of the buffer `{buffer}`, a mask or decays, were relied on when the model was compiled, and have "
-            "changed.",
+            f"the values of the buffer `{buffer}`, a mask or decays, were relied on when the model was compiled, and "
+            "have changed.",
             hints=["call torch.compiler.reset() and compile the model again"],
         )
 

@@ -72,12 +72,12 @@ def request_constant_length(
     """Asks Dynamo for a trace with a constant length, by raising its restart, where the one with a symbol holds for a
     narrow range of lengths only. A loop over `T // 64` chunks leaves such a symbol, which is of no use."""
     mode, fakes = torch_private.fake_inputs(gm, example_inputs)
-    along = [each for each in inputs if each.along is not None]
-    symbols = {s for i in along for s in torch_private.symbols_of_size(fakes[i.index].shape[i.along])}
+    along = [(each.index, each.along) for each in inputs if each.along is not None]
+    symbols = {s for index, dim in along for s in torch_private.symbols_of_size(fakes[index].shape[dim])}
     facts = facts_of(mode.shape_env)
     if any(facts.is_bounded(symbol) for symbol in symbols & facts.hints.keys()):
-        for each in along:
-            torch_private.mark_constant(example_inputs[each.index], each.along)
+        for index, dim in along:
+            torch_private.mark_constant(example_inputs[index], dim)
         torch_private.restart_trace("zeco: trace the sequence length as a constant")
 
 

@@ -11,7 +11,7 @@ MORE_LOCAL_LENGTHS = (4, 2)
 
 class Model(nn.Module):
     def forward(self, q, k, v):
-        b, t, h, d = q.shape
+        _b, _t, _h, _d = q.shape
         q, k, v = (x.unflatten(1, (-1, 2)).transpose(2, 3) for x in (F.elu(q) + 1, F.elu(k) + 1, v))
         kv = torch.einsum("bnhci,bnhcj->bnhij", k, v)
         before = kv.cumsum(1) - kv
