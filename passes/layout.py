@@ -18,6 +18,7 @@ from torch import fx
 
 from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.axes import Atom
+from zeco_compile.passes.checkpoints import inherit
 from zeco_compile.passes.region import Sizes
 
 aten = torch.ops.aten
@@ -277,7 +278,8 @@ def from_canonical_value(axes: CanonicalAxes, o: torch.Tensor, sizes: Sizes) -> 
 class GraphOperations:
     """Arranging nodes of the user's graph, at the graph's insertion point.
 
-    `size_source(atom)` gives a user node and a dimension from which a symbolic size can be read.
+    `size_source(atom)` gives a user node and a dimension from which a symbolic size can be read; new nodes inherit from
+    the user's node `stands_for`.
     """
 
     def __init__(
@@ -286,17 +288,15 @@ class GraphOperations:
         size_source: Callable[[Atom], tuple[fx.Node, int]],
         like: fx.Node,
         dtype: torch.dtype,
-        stack_trace: str | None,
+        stands_for: fx.Node,
     ) -> None:
         self.graph, self.size_source, self.like, self.dtype = graph, size_source, like, dtype
-        self.stack_trace = stack_trace
+        self.stands_for = stands_for
         self._sizes: dict[Atom, Any] = {}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
-        if self.stack_trace:
-            node.meta["stack_trace"] = self.stack_trace
-        return node
+        return inherit(node, self.stands_for)
 
     def size(self, atoms: Sequence[Atom]) -> Any:
         product: Any = 1

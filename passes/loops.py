@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from zeco_compile.passes import torch_private
 from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.checkpoints import inherit
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.modes import AS_CALLED, changes_gradient, modes
 from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
@@ -385,8 +386,7 @@ class _Emitter:
 
     def call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = self.graph.call_function(target, args, kwargs)
-        if "stack_trace" in like.meta:
-            made.meta["stack_trace"] = like.meta["stack_trace"]
+        inherit(made, like)
         self.made.append(made)
         return made
 

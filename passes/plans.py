@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State
+from zeco_compile.passes.checkpoints import inherit
 from zeco_compile.passes.modes import reason_against
 from zeco_compile.passes.region import Sizes
 from zeco_compile.passes.schema import operand
@@ -60,8 +61,7 @@ class Emit:
         )
         with place:
             node = self.graph.call_function(target, args, kwargs)
-        if "stack_trace" in self.user_node.meta:
-            node.meta["stack_trace"] = self.user_node.meta["stack_trace"]
+        inherit(node, self.user_node)
         node.meta["zeco_settled"] = True
         if self.after:
             self.last = node

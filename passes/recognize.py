@@ -366,7 +366,7 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             lambda atom: _size_source(roles.axes, values, atom),
             next(iter(values.values())),
             operand_dtype,
-            end.meta.get("stack_trace"),
+            end,
         )
         q = arrange(ops, roles.axes, Canonical.KEY, roles.q, values)
         k = arrange(ops, roles.axes, Canonical.KEY, roles.k, values)

@@ -22,6 +22,8 @@ from torch._dynamo.exc import (
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import ChainedSource, CompileContext, TracingContext
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch._higher_order_ops.wrap import uid as checkpoint_numbers
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
@@ -151,6 +153,21 @@ def shape_guards(fake_mode: Any) -> list[tuple[Any, str]]:
     return [
         (guard.expr, str(getattr(guard.sloc, "maybe_user_loc", None) or "")) for guard in shape_env.guards
     ]
+
+
+def is_checkpoint(target: Any) -> bool:
+    """The operator that Dynamo makes of `torch.utils.checkpoint.checkpoint`."""
+    return target is tag_activation_checkpoint
+
+
+def is_selective_checkpoint(body: fx.GraphModule) -> bool:
+    """The user decides which of its ops are recomputed (``context_fn``)."""
+    return "_checkpoint_context_fn" in body.meta
+
+
+def new_checkpoint() -> int:
+    """A number for ``meta["ac_graph_id"]``, by which the partitioner knows what is recomputed together."""
+    return next(checkpoint_numbers)
 
 
 def shape_state(shape_env: Any) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from zeco_compile import second_look
 from zeco_compile.debug import DebugDump
 from zeco_compile.lowering import volume
 from zeco_compile.lowering.all_scan import resolve_schedule
-from zeco_compile.passes import by_name, gather, keys, length, loops, recognize, shard, verify
+from zeco_compile.passes import by_name, checkpoints, gather, keys, length, loops, recognize, shard, verify
 from zeco_compile.passes.analysis import Analysis, analyse
 from zeco_compile.passes.branches import Assumptions, assumptions, refuse_constant_slices
 from zeco_compile.passes.errors import LengthInValue
@@ -80,6 +80,7 @@ def rewrite(
     has to be the same program, and what it takes for granted is added.
     """
     refuse_hooks(gm)
+    checkpoints.inline_checkpoints(gm)
     wiring = recognize.Wiring(resolve_schedule(settings.schedule), settings.blocks or 0, ranks.group)
     work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [], {})
     first = work.analyse()
@@ -137,6 +138,7 @@ def _look_again(work: _Rewriting, seen: list[second_look.Step], length: Any) -> 
     assumed: list[Assumptions] = []
 
     def steps(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[second_look.Step]:
+        checkpoints.inline_checkpoints(gm)
         inputs = graph_inputs(gm, example_inputs, work.settings.seq_dim)
         assumed.append(assumptions(gm, inputs, example_inputs))
         if length == 1:
