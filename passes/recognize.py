@@ -167,10 +167,11 @@ def _readings(analysis: Analysis, output: fx.Node) -> Iterator[Region]:
     for beyond_sums in (False, True):
         cut = cut_region(analysis, output, MOST_INPUTS, beyond_sums=beyond_sums)
         if cut is not None:
-            views = with_common_sources(cut, analysis, through="views")
-            yield views
+            nothing = with_common_sources(cut, analysis, through="nothing")
+            yield nothing
+            yield with_common_sources(cut, analysis, through="views")
             yield with_common_sources(cut, analysis, through="functions")
-            yield with_taken_buffers(views, analysis)
+            yield with_taken_buffers(nothing, analysis)
 
 
 def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tuple[Match | None, str]:
@@ -344,8 +345,15 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     """
     shadow, graph = analysis.shadow, analysis.gm.graph
     region, roles = match.region, match.roles
-    end = shadow.origin[region.output]
+    end = _end(analysis, region)
     order = {node: i for i, node in enumerate(graph.nodes)}
+    readers = [
+        (user, argument)
+        for (user, argument), read in shadow.reads.items()
+        if read is region.output and order.get(user, -1) > order[end]
+    ]
+    if not readers:
+        raise NotLinearAttention("nothing reads its result under a name of its own")
     gate_node, gate_form = _gate_source(analysis, roles)
     needed = [*roles.q, *roles.k, *roles.v, *([gate_node] if gate_node is not None else [])]
     if roles.initial_state is not None:
@@ -403,7 +411,8 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
         if operand_dtype != dtype:
             o = ops.call(aten.to.dtype, o, dtype)
     graph.erase_node(anchor)
-    _redirect(analysis, region, o, order[end], order)
+    for user, argument in readers:
+        user.replace_input_with(argument, o)
     _erase(analysis, region)
     return _report(analysis, match, number, gate_node, gate_form)
 
@@ -492,11 +501,14 @@ def _emit_write_factor(ops: GraphOperations, name: str, log_decay: fx.Node) -> f
     raise AssertionError(f"no graph for the write factor {name}")
 
 
-def _redirect(analysis: Analysis, region: Region, new: fx.Node, at: int, order: dict[fx.Node, int]) -> None:
-    """Whoever read the region's output after its end reads the operator's."""
-    for (user, argument), read in analysis.shadow.reads.items():
-        if read is region.output and order.get(user, -1) > at:
-            user.replace_input_with(argument, new)
+def _end(analysis: Analysis, region: Region) -> fx.Node:
+    """The user's node behind which the region's output is there: the one that computed it, or the one before the node
+    that reads it, where it is a view that was written to and is made again when it is read."""
+    node = analysis.shadow.origin[region.output]
+    read_by_itself = any(
+        user is node and read is region.output for (user, _), read in analysis.shadow.reads.items()
+    )
+    return node.prev if read_by_itself else node
 
 
 def _erase(analysis: Analysis, region: Region) -> None:

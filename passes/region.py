@@ -105,13 +105,15 @@ _SAME_VALUES = frozenset(
 def with_common_sources(region: Region, analysis: Analysis, *, through: str) -> Region:
     """The region from further up, where several of its inputs come from one value: they are no inputs that vary each
     by itself. `through` "views" of a value, as `a` and `a[..., None]` are, or through any "functions" of it
-    alone, as `f` and `1 - f`. An input whose rows are taken apart into chunks gives way to what it is a view of."""
+    alone, as `f` and `1 - f`; through "nothing", they stay. An input whose rows are taken apart into chunks gives way to
+    what it is a view of."""
     ways = {node: _way_up(analysis, node, through) for node in region.inputs}
     inputs: dict[fx.Node, None] = {}
     passed: set[fx.Node] = set()
     for node, way in ways.items():
         others = {each for other, theirs in ways.items() if other is not node for each in theirs}
-        at = next((i for i, each in enumerate(way) if each in others and _is_held(analysis, each)), 0)
+        shared = [] if through == "nothing" else [i for i, each in enumerate(way) if each in others]
+        at = next((i for i in shared if _is_held(analysis, way[i])), 0)
         at += _before_chunks(analysis, way[at:])
         passed.update(way[:at])
         inputs[way[at]] = None
@@ -134,7 +136,7 @@ def _way_up(analysis: Analysis, node: fx.Node, through: str) -> list[fx.Node]:
         sources = [s for s in way[-1].all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)]
         if len(sources) != 1 or analysis.state(sources[0]) is not State.LOCAL or is_random(way[-1]):
             break
-        if through == "views" and not _keeps_values(way[-1], sources[0]):
+        if through != "functions" and not _keeps_values(way[-1], sources[0]):
             break
         way.append(sources[0])
     return way
@@ -335,9 +337,12 @@ class Sizes:
         return out
 
     def of_dim(self, dim: Dim) -> int:
-        product = 1
-        for atom in self.analysis.track.axes.flat(dim):
-            product *= self.of_atom(atom)
+        axes = self.analysis.track.axes
+        product, flat, rows = 1, axes.flat(dim), axes.flat((axes.sequence,))
+        while flat:
+            together = len(rows) > 1 and flat[: len(rows)] == rows  # chunks of a constant length, put together
+            product *= self.length if together else self.of_atom(flat[0])
+            flat = flat[len(rows) if together else 1 :]
         return product
 
     def shape(self, node: fx.Node) -> list[int]:

@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from zeco_compile import torch_private
-from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis
 from zeco_compile.passes.errors import CompileError, LengthInValue
 from zeco_compile.passes.inputs import MARK, graph_inputs
 from zeco_compile.passes.length import ARITHMETIC, VALUES
@@ -61,7 +61,11 @@ def steps_of(analysis: Analysis) -> list[Step]:
     for node in analysis.shadow.graph.nodes:
         if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
             continue  # a size, or an input
-        reads = tuple(places.get(source, source.op) for source in node.all_input_nodes if _is_value(source))
+        if node.users and all(user.target in SHAPED_LIKE for user in node.users):
+            continue  # read for its shape alone: zeros_like(x[:, :1])
+        shaped_like = node.target in SHAPED_LIKE
+        sources = [source for source in node.all_input_nodes if _is_value(source) and not shaped_like]
+        reads = tuple(places.get(source, source.op) for source in sources)
         if not isinstance(node.target, torch._ops.OpOverload):
             places[node] = f"{node.args[1]} of {reads[0]}"  # one of several results
             continue
@@ -78,6 +82,8 @@ def _is_value(node: fx.Node) -> bool:
 def _along(analysis: Analysis, node: fx.Node) -> tuple[str, ...]:
     """How the op acts along the sequence, and which rows its result has: a slice takes all of a short sequence."""
     track = analysis.track
+    if analysis.is_constant(node):
+        return ()
     rows = [track.axes.window_of(track.dims(node)[dim]) for dim in track.sequence_dims(node)]
     return (*(action.kind for action in track.acts_along_sequence(node)), *map(str, rows))
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-EXPECTED = {"families": ["no decay"]}
+EXPECTED = {"families": ["none"]}
 LOCAL_LENGTHS = (6,)
 MORE_LOCAL_LENGTHS = (4, 2)
 
