@@ -105,8 +105,8 @@ _SAME_VALUES = frozenset(
 def with_common_sources(region: Region, analysis: Analysis, *, through: str) -> Region:
     """The region from further up, where several of its inputs come from one value: they are no inputs that vary each
     by itself. `through` "views" of a value, as `a` and `a[..., None]` are, or through any "functions" of it
-    alone, as `f` and `1 - f`; through "nothing", they stay. An input whose rows are taken apart into chunks gives way to
-    what it is a view of."""
+    alone, as `f` and `1 - f`; through "nothing", they stay. An input whose rows are taken apart into chunks gives way
+    to what it is a view of."""
     ways = {node: _way_up(analysis, node, through) for node in region.inputs}
     inputs: dict[fx.Node, None] = {}
     passed: set[fx.Node] = set()

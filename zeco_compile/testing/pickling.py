@@ -6,12 +6,14 @@ along, so that a traceback or an error that quotes a source line reads the same 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import io
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -36,6 +38,9 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, CodeType):
             build, arguments = self.dispatch_table[CodeType](obj)[:2]
             return _named, (obj.co_filename, build, arguments)
+        special = isinstance(obj, ModuleType) and type(obj) is not ModuleType
+        if special and sys.modules.get(obj.__name__) is obj:  # `torch.ops`, which cloudpickle takes for an object
+            return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)
 
 
