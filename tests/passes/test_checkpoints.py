@@ -78,7 +78,9 @@ def _scans(rank: int, run: Callable[[Layer, Tensor], Tensor]) -> tuple[list[str]
         loss = compiled(torch.randn(2, 5, 8, dtype=torch.float64))
         forward = len(log)
         loss.backward()
-    scans = [[name for name in part if name.startswith("scan_start")] for part in (log[:forward], log[forward:])]
+    scans = [
+        [name for name in part if name.startswith("scan_start")] for part in (log[:forward], log[forward:])
+    ]
     return scans[0], sorted(scans[1])
 
 
