@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from zeco_compile.kernels.errors import ZecoError
 from zeco_compile.testing.errors import HarnessError, RankDied, RankFailed, RankTimedOut, RemoteTraceback
+from zeco_compile.testing.nursery import Worker, fork_worker
 from zeco_compile.testing.pickling import dumps_by_value
 from zeco_compile.testing.worker import Outcome
 
@@ -108,7 +109,7 @@ class Pool:
             raise HarnessError(f"world_size must be at least 1, not {world_size}")
         self.world_size = world_size
         self.group_timeout = group_timeout
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Worker] = []
         self._pipes: list[Connection] = []
         self._folder: Path | None = None
         self._store: dist.TCPStore | None = None
@@ -164,22 +165,12 @@ class Pool:
         place = {
             "rank": rank,
             "world-size": self.world_size,
-            "pipe": theirs.fileno(),
             "port": port,
-            "parent": os.getpid(),
             "group-timeout": self.group_timeout,
         }
-        with self._log(rank).open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-c", "from zeco_compile.testing.worker import main; main()"]
-                + [f"--{name}={value}" for name, value in place.items()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=_worker_environment(),
-                pass_fds=[theirs.fileno()],
-            )
-        theirs.close()
+        arguments = [f"--{name}={value}" for name, value in place.items()]
+        with self._log(rank).open("wb") as log, theirs:
+            process = fork_worker(arguments, _worker_environment(), theirs.fileno(), log.fileno())
         self._processes.append(process)
         self._pipes.append(ours)
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -128,13 +129,13 @@ def _meet_others(store: dist.TCPStore, place: argparse.Namespace) -> None:
     store.wait([f"started/{rank}" for rank in range(place.world_size)], timedelta(minutes=3))
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Runs until the pipe closes; the arguments are the pool's business."""
     parser = argparse.ArgumentParser()
     for name in ("rank", "world-size", "pipe", "port", "parent"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--group-timeout", type=float, required=True)
-    place = parser.parse_args()
+    place = parser.parse_args(arguments)
 
     # The parent asks for all threads' tracebacks with this signal when a rank stays silent.
     faulthandler.enable()
