@@ -38,7 +38,11 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, CodeType):
             build, arguments = self.dispatch_table[CodeType](obj)[:2]
             return _named, (obj.co_filename, build, arguments)
-        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+        if (
+            isinstance(obj, ModuleType)
+            and type(obj) is not ModuleType
+            and sys.modules.get(obj.__name__) is obj
+        ):
             # `torch.ops`, which cloudpickle takes for an object
             return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)
