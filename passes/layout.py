@@ -184,9 +184,15 @@ def arrange(
     return _put_together(ops, product, groups)
 
 
-def disarrange(ops: Operations, axes: CanonicalAxes, o: Any) -> Any:
-    """The operator's o, [B, T, H, V], in the layout of the region's output."""
-    groups, dims = axes.with_rows(axes.groups(Canonical.VALUE), axes.dims(axes.output))
+def disarrange(
+    ops: Operations,
+    axes: CanonicalAxes,
+    o: Any,
+    kind: Canonical = Canonical.VALUE,
+    node: fx.Node | None = None,
+) -> Any:
+    """The operator's o, [B, T, H, V], in the layout of the region's output; its state in that of `node`."""
+    groups, dims = axes.with_rows(axes.groups(kind), axes.dims(axes.output if node is None else node))
     have = [atom for group in groups for atom in group]
     want = [atom for dim in dims for atom in dim]
     x = _taken_apart(ops, o, groups)
@@ -272,6 +278,18 @@ def canonical_value(
 def from_canonical_value(axes: CanonicalAxes, o: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     """`disarrange` on a tensor."""
     out: torch.Tensor = disarrange(_TensorOperations(sizes), axes, o)
+    return out
+
+
+def from_canonical_state(
+    axes: CanonicalAxes, state: torch.Tensor, node: fx.Node, sizes: Sizes
+) -> torch.Tensor | None:
+    """The operator's state in the layout of `node`; None where its axes are not those of a state."""
+    have = [atom for group in axes.groups(Canonical.STATE) for atom in group]
+    want = [atom for dim in axes.dims(node) for atom in dim]
+    if sorted(map(id, have)) != sorted(map(id, want)):
+        return None
+    out: torch.Tensor = disarrange(_TensorOperations(sizes), axes, state, Canonical.STATE, node)
     return out
 
 

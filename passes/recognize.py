@@ -48,6 +48,7 @@ from zeco_compile.passes.roles import (
     NotLinearAttention,
     Roles,
     check,
+    final_state_scale,
     find_roles,
 )
 
@@ -354,6 +355,14 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     ]
     if not readers:
         raise NotLinearAttention("nothing reads its result under a name of its own")
+    state_readers, state_scale = _state_readers(analysis, match, order, end), 1.0
+    if state_readers:
+        found = final_state_scale(region, roles.axes.analysis, roles)
+        if found is None:
+            raise NotLinearAttention(
+                "what it leaves behind for the next call is not the state of the recurrence"
+            )
+        state_scale = _rounded(found)
     gate_node, gate_form = _gate_source(analysis, roles)
     needed = [*roles.q, *roles.k, *roles.v, *([gate_node] if gate_node is not None else [])]
     if roles.initial_state is not None:
@@ -404,15 +413,23 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             state = arrange(ops, roles.axes, Canonical.STATE, [roles.initial_state], values)
         call = ops.call(
             torch.ops.zeco.gated_linear_attention.default,
-            q, k, v, g, roles.scale, state, False, wiring.schedule, wiring.blocks, wiring.group,
+            q, k, v, g, roles.scale, state, bool(state_readers), wiring.schedule, wiring.blocks, wiring.group,
         )  # fmt: skip
         o = ops.call(operator.getitem, call, 0)
         o = disarrange(ops, roles.axes, o)
         if operand_dtype != dtype:
             o = ops.call(aten.to.dtype, o, dtype)
+        last = o  # there are no readers of the state otherwise
+        if state_readers and region.final_state is not None:
+            last = ops.call(operator.getitem, call, 1)
+            last = disarrange(ops, roles.axes, last, Canonical.STATE, region.final_state)
+            last = last if state_scale == 1.0 else ops.call(aten.mul.Tensor, last, state_scale)
+            last = ops.call(aten.to.dtype, last, region.final_state.meta["val"].dtype)
     graph.erase_node(anchor)
     for user, argument in readers:
         user.replace_input_with(argument, o)
+    for user, argument in state_readers:
+        user.replace_input_with(argument, last)
     _erase(analysis, region)
     return _report(analysis, match, number, gate_node, gate_form)
 
@@ -499,6 +516,20 @@ def _emit_write_factor(ops: GraphOperations, name: str, log_decay: fx.Node) -> f
     if name == "sqrt(1 - a^2)":
         return call(torch.sqrt, call(torch.neg, call(torch.expm1, call(torch.mul, log_decay, 2))))
     raise AssertionError(f"no graph for the write factor {name}")
+
+
+def _state_readers(
+    analysis: Analysis, match: Match, order: dict[fx.Node, int], end: fx.Node
+) -> list[tuple[fx.Node, fx.Node]]:
+    """Who reads the state after the last step, other than the region itself."""
+    if match.region.final_state is None:
+        return []
+    inside = set(match.region.user_nodes)
+    return [
+        (user, argument)
+        for (user, argument), read in analysis.shadow.reads.items()
+        if read is match.region.final_state and user not in inside and order.get(user, -1) > order[end]
+    ]
 
 
 def _end(analysis: Analysis, region: Region) -> fx.Node:

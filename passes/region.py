@@ -396,6 +396,13 @@ def evaluate(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Size
     return torch.cat(outputs, along)
 
 
+def final_state_value(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """The region's final state in float64, at the length that was traced."""
+    assert region.final_state is not None
+    value: torch.Tensor = _run(region, values, sizes, {})[region.final_state]
+    return value
+
+
 def rounds(region: Region, analysis: Analysis, node: fx.Node) -> bool:
     """Whether a value of the interior loses digits in its own precision: a constant that is exact in it does not
     (a mask of ones), one that is not does, and so does everything that is computed from inputs."""

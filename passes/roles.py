@@ -23,7 +23,13 @@ from torch import fx
 from zeco_compile.kernels.recurrence import recurrent_gated_linear_attention
 from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.axes import Atom
-from zeco_compile.passes.layout import Canonical, CanonicalAxes, canonical_value, from_canonical_value
+from zeco_compile.passes.layout import (
+    Canonical,
+    CanonicalAxes,
+    canonical_value,
+    from_canonical_state,
+    from_canonical_value,
+)
 from zeco_compile.passes.region import (
     TOLERANCE,
     CannotEvaluate,
@@ -31,6 +37,7 @@ from zeco_compile.passes.region import (
     Sizes,
     as_rows,
     evaluate,
+    final_state_value,
     from_rows,
     row_dims,
     tolerance,
@@ -258,8 +265,36 @@ def check(
     return scale, difference
 
 
+def final_state_scale(region: Region, analysis: Analysis, roles: Roles) -> float | None:
+    """What the region's final state is of the recurrence's, a constant; None if it is not that state."""
+    if region.final_state is None or not isinstance(analysis.length, int):
+        return None
+    sizes, scales = Sizes(analysis, analysis.length), []
+    for seed in (21, 22):
+        probe = Probe(region, analysis, sizes, seed)
+        values = {node: probe.normal(node) for node in region.inputs}
+        if roles.gate is not None and roles.form is not None:
+            values[roles.gate] = probe.random(roles.gate, roles.form.low, roles.form.high)
+        found = final_state_value(region, values, sizes)
+        _, state = _recurrence(roles, values, sizes)
+        expected = from_canonical_state(roles.axes, state, region.final_state, sizes)
+        if expected is None or expected.shape != found.shape:
+            return None
+        scale = float((found * expected).sum() / (expected * expected).sum())
+        if not float((found - scale * expected).abs().max()) <= tolerance(region) * float(found.abs().max()):
+            return None
+        scales.append(scale)
+    return scales[0] if abs(scales[0] - scales[1]) <= tolerance(region) * abs(scales[0]) else None
+
+
 def recurrence_of(roles: Roles, values: dict[fx.Node, torch.Tensor], sizes: Sizes) -> torch.Tensor:
     """The recurrence on these values, in the shape of the region's output."""
+    return from_canonical_value(roles.axes, _recurrence(roles, values, sizes)[0], sizes)
+
+
+def _recurrence(
+    roles: Roles, values: dict[fx.Node, torch.Tensor], sizes: Sizes
+) -> tuple[torch.Tensor, torch.Tensor]:
     axes = roles.axes
     g = None
     k = canonical_value(axes, Canonical.KEY, roles.k, values, sizes)
@@ -275,15 +310,17 @@ def recurrence_of(roles: Roles, values: dict[fx.Node, torch.Tensor], sizes: Size
     state = None
     if roles.initial_state is not None:
         state = canonical_value(axes, Canonical.STATE, [roles.initial_state], values, sizes)
-    o, _ = recurrent_gated_linear_attention(
+    o, state_after = recurrent_gated_linear_attention(
         canonical_value(axes, Canonical.KEY, roles.q, values, sizes),
         k,
         canonical_value(axes, Canonical.VALUE, roles.v, values, sizes),
         g,
         scale=1.0,
         initial_state=state,
+        output_final_state=True,
     )
-    return from_canonical_value(axes, o, sizes)
+    assert state_after is not None, "it was asked for"
+    return o, state_after
 
 
 # ------------------------------------------------------------------------------------------------------ probing

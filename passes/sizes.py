@@ -104,11 +104,6 @@ class SizeFacts:
             return []
         return [expression.xreplace(sample) for sample in varied]
 
-    def is_whole(self, expression: Any) -> bool:
-        """The expression is a whole number whatever the symbols are."""
-        values = self._tried(expression)
-        return bool(values) and all(value.is_Integer for value in values)
-
     def simplify(self, size: Size) -> Size:
         """The same size without divisions that leave no rest, and without what is a constant."""
         if isinstance(size, int):
@@ -142,7 +137,10 @@ class SizeFacts:
         polynomial = denominator == 1 and numerator.is_polynomial()
         if polynomial and all(c.is_Integer for c in sympy.Poly(ratio).coeffs()):
             return ratio
-        return ratio if self.is_whole(ratio) else None
+        values = self._tried(ratio)
+        if not values or not all(value.is_Integer for value in values):
+            return None
+        return int(values[0]) if len(set(values)) == 1 else ratio
 
 
 _facts: WeakKeyDictionary[Any, tuple[tuple[int, ...], SizeFacts]] = WeakKeyDictionary()

@@ -21,6 +21,7 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import ChainedSource, CompileContext, TracingContext
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._higher_order_ops.wrap import uid as checkpoint_numbers
@@ -153,6 +154,12 @@ def shape_guards(fake_mode: Any) -> list[tuple[Any, str]]:
     return [
         (guard.expr, str(getattr(guard.sloc, "maybe_user_loc", None) or "")) for guard in shape_env.guards
     ]
+
+
+def is_autograd_function(target: Any) -> bool:
+    """The operator that Dynamo makes of a `torch.autograd.Function`: called with the bodies of forward and backward,
+    and the arguments."""
+    return target is autograd_function_apply
 
 
 def is_checkpoint(target: Any) -> bool:

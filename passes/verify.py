@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.errors import UnsupportedOp
+from zeco_compile.passes.functions import refuse_mixing_backwards
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.plans import settled
 from zeco_compile.passes.report import op_name
@@ -27,6 +28,7 @@ def verify(analysis: Analysis) -> list[int | None]:
     """
     assign_states(analysis, settled)
     refuse_mixed(analysis)
+    refuse_mixing_backwards(analysis)
     _refuse_owned_rows(analysis)
     _refuse_constant_rows(analysis)
     _refuse_sizes_of_the_slice(analysis)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"families": ["per head and token"], "or_refused": True}
+EXPECTED = {"families": ["per head and token"]}
 LOCAL_LENGTHS = (4,)
 MORE_LOCAL_LENGTHS = (6,)
 

@@ -1,0 +1,122 @@
+"""A `torch.autograd.Function` is kept where its backward keeps to each position, and refused where it does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zeco_compile.passes.errors import UnsupportedOp
+from zeco_compile.testing import assert_equivalent, assert_refused
+
+
+class ClippedRoot(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.sqrt(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad / torch.sqrt(torch.clip(4.0 * x, min=0.5))
+
+
+class Scaled(torch.autograd.Function):
+    """A gradient of its own for the weight, too: the ranks' parts add up."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return 0.5 * grad * weight, (grad * x).sum((0, 1))
+
+
+class SummedBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.flip(1).cumsum(1).flip(1)
+
+
+class GradientOfAllTokens(torch.autograd.Function):
+    """What a position gets depends on the values at the others."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x.mean(1, keepdim=True)
+
+
+class NormalisedWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        own = (grad * x).sum((0, 1))
+        return grad * weight, own / own.norm()
+
+
+class DividedByLength(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.length = x.shape[1]
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / ctx.length
+
+
+class Model(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function], weighted: bool) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(6, 6), nn.Parameter(torch.rand(6) + 0.5)
+        self.function, self.weighted = function, weighted
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).square() + 0.1
+        return (self.function.apply(y, self.weight) if self.weighted else self.function.apply(y)).sin()
+
+
+@pytest.mark.parametrize(("function", "weighted"), [(ClippedRoot, False), (Scaled, True)])
+@pytest.mark.parametrize("local_length", [5, 2])
+def test_kept(function, weighted, local_length):
+    assert_equivalent(
+        lambda: Model(function, weighted), lambda: torch.randn(2, 2 * local_length, 6), world_size=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "weighted", "why"),
+    [
+        (SummedBackwards, False, "depends on other positions"),
+        (GradientOfAllTokens, False, "depends on other positions"),
+        (NormalisedWeight, True, "no sum over positions"),
+        (DividedByLength, False, "length of the slice"),
+    ],
+)
+def test_refused(function, weighted, why):
+    assert_refused(
+        lambda: Model(function, weighted),
+        lambda: torch.randn(2, 10, 6),
+        world_size=2,
+        error=UnsupportedOp,
+        match=rf"(?s)torch.autograd.Function.*test_functions\.py.*{why}",
+    )
