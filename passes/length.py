@@ -24,7 +24,7 @@ from zeco_compile.passes.inputs import GraphInput
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.plans import settled
 from zeco_compile.passes.report import Decision, op_name
-from zeco_compile.passes.sizes import facts_of, size_of
+from zeco_compile.passes.sizes import facts_of
 
 VALUES = frozenset(
     {
@@ -150,12 +150,9 @@ def _uses(analysis: Analysis, user_node: fx.Node, symbols: set[Any]) -> set[str]
             leaves = value if isinstance(value, list | tuple) else [value]
             for leaf in leaves:
                 made = leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf
-                if isinstance(made, torch.SymInt | torch.SymFloat):
-                    expression = (
-                        sympy.sympify(size_of(made)) if isinstance(made, torch.SymInt) else made.node.expr
-                    )
-                    if expression.free_symbols & symbols:
-                        names.add(parameter.name)
+                # as it was traced: what is simple for the lengths at hand need not be for the whole one
+                if isinstance(made, torch.SymInt | torch.SymFloat) and made.node.expr.free_symbols & symbols:
+                    names.add(parameter.name)
     return names
 
 

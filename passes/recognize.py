@@ -565,7 +565,7 @@ def _report(
         )
     if roles.initial_state is not None:
         entries["initial_state"] = _role(analysis, roles.initial_state, "")
-    end = analysis.shadow.origin[region.output]
+    end = _end(analysis, region)
     entries["o"] = _role(analysis, region.output, "")
     return RegionReport(
         name=f"attention_{number}",

@@ -68,7 +68,12 @@ class SizeFacts:
         """For each symbol, values other than the one at hand for which the guards hold: below, next and far above."""
         out = {}
         for symbol, hint in self.hints.items():
-            starts = ((2, _NEAR), (hint + 1, _FAR), (2 * hint, 1), (1000 + hint, _FAR))
+            starts = (
+                (2, _NEAR),
+                (hint + 1, _FAR),
+                *((k * hint, 1) for k in (2, 3, 8, 64)),
+                (1000 + hint, _FAR),
+            )
             found = [
                 v for start, count in starts for v in itertools.islice(self.values_of(symbol, start), count)
             ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from zeco_compile.passes.inputs import MARK, graph_inputs
 from zeco_compile.passes.length import ARITHMETIC, VALUES
 from zeco_compile.passes.locations import Location, user_location
 from zeco_compile.passes.report import op_name
-from zeco_compile.passes.torch_private import mark_weakly_dynamic, source_name
+from zeco_compile.passes.torch_private import is_autograd_function, mark_weakly_dynamic, source_name
 
 _MOST_TOKENS = 128
 """Up to this many tokens the second trace is of the whole sequence; beyond, of two slices."""
@@ -72,7 +72,18 @@ def steps_of(analysis: Analysis) -> list[Step]:
         places[node] = f"step {len(out)}"
         location, along = user_location(analysis.user_node(node)), _along(analysis, node)
         out.append(Step(op_name(node), tuple(_numbers(analysis, node)), location, along, reads))
-    return out
+    return [*out, *_backwards(analysis.gm)]
+
+
+def _backwards(gm: fx.GraphModule) -> Iterator[Step]:
+    """The steps of the backwards that the user wrote (`torch.autograd.Function`): the shadow has none of them."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and is_autograd_function(node.target):
+            for body in node.all_input_nodes:
+                graph = getattr(gm, str(body.target), None) if body.op == "get_attr" else None
+                if isinstance(graph, fx.GraphModule):
+                    for step in user_steps(graph):
+                        yield replace(step, location=user_location(node), reads=())
 
 
 def _is_value(node: fx.Node) -> bool:
@@ -91,9 +102,8 @@ def _along(analysis: Analysis, node: fx.Node) -> tuple[str, ...]:
 def user_steps(gm: fx.GraphModule) -> list[Step]:
     """The ops of Dynamo's own graph, with the numbers that are values: no sizes, dimensions and positions."""
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
-    return [
-        Step(op_name(node), tuple(_values(node)), user_location(node), (), _inputs(node)) for node in calls
-    ]
+    own = [Step(op_name(n), tuple(_values(n)), user_location(n), (), _inputs(n)) for n in calls]
+    return [*own, *_backwards(gm)]
 
 
 def _inputs(node: fx.Node) -> tuple[str, ...]:

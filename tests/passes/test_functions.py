@@ -120,3 +120,28 @@ def test_refused(function, weighted, why):
         error=UnsupportedOp,
         match=rf"(?s)torch.autograd.Function.*test_functions\.py.*{why}",
     )
+
+
+class BesideALoop(Model):
+    """The loop makes the length a constant: nothing shows where the number comes from, but another trace does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, outputs = x.new_zeros(2, 6), []
+        for t in range(x.shape[1]):
+            h = 0.5 * h + x[:, t]
+            outputs.append(h)
+        return super().forward(torch.stack(outputs, 1))
+
+
+@pytest.mark.parametrize("local_length", [4, 1])
+def test_a_length_in_a_backward_beside_a_loop(local_length):
+    assert_refused(
+        lambda: BesideALoop(DividedByLength, False),
+        lambda: torch.randn(2, 2 * local_length, 6),
+        world_size=2,
+        match=r"test_functions\.py",
+    )
+    if local_length > 1:
+        assert_equivalent(
+            lambda: BesideALoop(ClippedRoot, False), lambda: torch.randn(2, 2 * local_length, 6), world_size=2
+        )
