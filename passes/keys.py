@@ -27,6 +27,7 @@ from torch import fx
 from zeco_compile.passes.analysis import Analysis, State
 from zeco_compile.passes.axes import Atom, Dim
 from zeco_compile.passes.axis_rules import visit
+from zeco_compile.passes.length import VALUES
 from zeco_compile.passes.modes import reason_against
 from zeco_compile.passes.plans import (
     Emit,
@@ -328,7 +329,7 @@ class _Region:
         sources = {n: self.need_whole(n) for n in tensors(node)}
 
         def compute(writer: _Writer) -> fx.Node:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: writer.operand(n, sources))
+            args, kwargs = writer.arguments(node, sources)
             target = aten.reshape.default if node.target in RESHAPES else node.target
             return writer.emit.call(target, *args, **kwargs)
 
@@ -451,7 +452,7 @@ class _Region:
                 return lambda writer: writer.env[source]  # all of the rows, or it would be a window
 
         def compute(writer: _Writer) -> fx.Node:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: writer.operand(n, sources))
+            args, kwargs = writer.arguments(node, sources)
             return writer.emit.call(target, *args, **kwargs)
 
         return compute
@@ -577,13 +578,28 @@ class _Writer:
     def length(self) -> Any:
         return self.region.size(self.emit, self.region.analysis.length)
 
-    def operand(self, node: fx.Node, sources: Mapping[fx.Node, _Part]) -> Any:
-        """A value, or a number: one that depends on the length is that of the whole sequence."""
+    def arguments(
+        self, node: fx.Node, sources: Mapping[fx.Node, _Part]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of an op in the graph."""
+        names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
+
+        def given(name: str, value: Any) -> Any:
+            return fx.map_arg(value, lambda n: self.operand(n, sources, name))
+
+        args = tuple(given(name, value) for name, value in zip(names, node.args, strict=False))
+        return args, {name: given(name, value) for name, value in node.kwargs.items()}
+
+    def operand(self, node: fx.Node, sources: Mapping[fx.Node, _Part], name: str) -> Any:
+        """A value, or a number that is the argument `name`: where it depends on the length it is that of the whole
+        sequence, as the numbers that values are computed with are already (length.py)."""
         if node in sources:
             return self.env[sources[node]]
-        symbols = sympy.sympify(self.region.analysis.length).free_symbols
         expression = sympy.sympify(size_of(node.meta["val"]))
-        return self.region.size(self.emit, expression.subs({s: s * self.ranks.world_size for s in symbols}))
+        if name not in VALUES:
+            symbols = sympy.sympify(self.region.analysis.length).free_symbols
+            expression = expression.subs({s: s * self.ranks.world_size for s in symbols})
+        return self.region.size(self.emit, expression)
 
     def size_of(self, part: _Part, dim: int) -> Any:
         """A dimension of a part: that of the trace for rows, and for columns as many times that as there are ranks."""

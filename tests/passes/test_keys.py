@@ -77,6 +77,23 @@ def _learned_bias(m, q, k, v):
     return scores.masked_fill(i > i[:, None], float("-inf")).softmax(-1) @ v
 
 
+def _length_times_the_weights(m, q, k, v):
+    """Beside `_bias_by_offset` and `_fractions`: a number from the length is made global once, and not again here."""
+    return ((q @ k.mT).softmax(-1) * q.shape[2]) @ v
+
+
+def _bias_by_offset(m, q, k, v):
+    T = q.shape[2]
+    i = torch.arange(T)
+    offset = (i[:, None] - i) + T - 1
+    return (q @ k.mT + m.bias(offset).permute(2, 0, 1)).softmax(-1) @ v
+
+
+def _fractions(m, q, k, v):
+    i = torch.arange(q.shape[2], dtype=q.dtype) / q.shape[2]
+    return (q @ k.mT - (i[:, None] - i).abs()).softmax(-1) @ v
+
+
 def _keys_first(m, q, k, v):
     scores = k @ q.mT
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool).triu()
@@ -111,7 +128,7 @@ ATTENTION: dict[str, Attend] = {
     f.__name__.strip("_").replace("_", " "): f
     for f in (
         _sdpa_masked, _sdpa_window, _sdpa_documents, _added_mask, _mask_in_a_buffer, _linear_bias, _learned_bias,
-        _keys_first, _grouped,
+        _keys_first, _grouped, _length_times_the_weights, _bias_by_offset, _fractions,
     )
 }  # fmt: skip
 
