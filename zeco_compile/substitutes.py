@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from zeco_compile import fla_attention, fla_layers, torch_private
+from zeco_compile import fla_attention, fla_layers, torch_private, transformers_layers
 from zeco_compile.passes.errors import UnsupportedArgument
 
 _log = logging.getLogger("zeco_compile.substitutes")
@@ -255,7 +255,33 @@ _CONV_STATE = (
     "the rows before the sequence's first are those of another call, and are not exchanged between ranks."
 )
 
+_HF_PACKED = {"cu_seqlens": _PACKED, "seq_idx": _PACKED}
+
+
+def _hf(model: str) -> str:
+    return f"transformers.models.{model}.modeling_{model}"
+
+
 SUBSTITUTES: tuple[Substitute, ...] = (
+    *(
+        Substitute(
+            _hf(model),
+            "mamba2_chunk_scan",
+            transformers_layers.mamba2_chunk_scan,
+            _HF_PACKED | {"z": "the gate is applied behind the scan."},
+        )
+        for model in ("mamba2", "bamba", "zamba2", "falcon_h1", "nemotron_h", "granitemoehybrid")
+    ),
+    *(
+        Substitute(
+            _hf(model),
+            "mamba_selective_scan",
+            transformers_layers.mamba_selective_scan,
+            _HF_PACKED,
+            ("use_mambapy", "use_associative_scan"),
+        )
+        for model in ("mamba", "falcon_mamba", "jamba", "zamba")
+    ),
     Substitute("fla.ops.gla", "chunk_gla", fla_attention.chunk_gla, _ATTENTION, _INDIFFERENT),
     Substitute("fla.ops.gla", "fused_chunk_gla", fla_attention.chunk_gla, _ATTENTION, _INDIFFERENT),
     Substitute(
