@@ -286,6 +286,8 @@ def slice_scatter(track: Tracking, node: fx.Node) -> None:
         written = track.unified(node, written, src[dim])
     elif track.axes.is_sequence(src[dim]) and track.axes.is_length(shape(node)[dim]):
         written = track.unified(node, written, (track.axes.sequence,))
+    else:  # rows of the sequence would become those of something else
+        track.act(node, src[dim], "unknown")
     if not same:
         track.act(node, written, "scatter")
     track.out(node, (*rest[:dim], written, *rest[dim + 1 :]))

@@ -1,32 +1,55 @@
-"""`torch.autograd.Function`: its backward is the user's own, so it is asked what it does to positions.
+"""`torch.autograd.Function`: its backward is the user's own, so it is looked at, too.
 
 The forward is in the shadow graph as any other code. The backward is not: what it computes of the gradient may look at
-other positions though the forward does not (a reversed sum, a norm over all tokens). What is needed of it is what the
-contract says of gradients: of a value along the sequence, each position has its own; of a parameter, the ranks' parts
-add up. Both are tried on random values: the first and the second half of the positions get two values each, and in
-the four combinations no half's gradients may depend on the other half, and the parameters' must be a sum over them.
+other positions though the forward does not (a reversed sum, a norm over all tokens), or treat the first one in a way
+of its own. So forward and backward are traced once more, on real tensors, and their axes are followed. What is needed
+is what the contract says of gradients: of a value along the sequence, each position has its own, computed from itself
+alone; of a parameter, it is a sum over the positions, and nothing is done with the sum but what is linear.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from zeco_compile.passes import torch_private
 from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.axis_rules import track_axes
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.length import depends_on
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.region import CannotEvaluate, Sizes
+from zeco_compile.passes.sizes import SizeFacts
+from zeco_compile.passes.tracking import Tracking
+
+aten = torch.ops.aten
 
 _MOST_ELEMENTS = 1 << 24
 _SIZED = frozenset({"view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "unflatten", "size"})
 _NUMBERS = frozenset({operator.add, operator.sub, operator.mul, operator.floordiv, operator.neg})
+_SUMS = frozenset(
+    {
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.mm.default,
+        aten.bmm.default,
+        aten.mv.default,
+        aten.dot.default,
+    }
+)
+_LINEAR = frozenset(
+    {
+        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.t.default,
+        aten.transpose.int, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.expand.default,
+        aten.clone.default, aten._to_copy.default, aten.neg.default, aten.detach.default, aten.alias.default,
+    }
+)  # fmt: skip
+_ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
 
 
 def refuse_mixing_backwards(analysis: Analysis) -> None:
@@ -36,7 +59,7 @@ def refuse_mixing_backwards(analysis: Analysis) -> None:
             try:
                 why = _reason(analysis, node)
             except (CannotEvaluate, RuntimeError, ValueError, TypeError, IndexError) as error:
-                why = f"its backward cannot be tried by itself: {error}"
+                why = f"its backward cannot be traced by itself: {error}"
             if why is not None:
                 raise UnsupportedOp(
                     "torch.autograd.Function",
@@ -50,90 +73,83 @@ def refuse_mixing_backwards(analysis: Analysis) -> None:
 def _reason(analysis: Analysis, node: fx.Node) -> str | None:
     arguments = [argument for argument in node.args if not _is_body(analysis, argument)]
     tensors = [a for a in arguments if isinstance(_made(analysis, node, a), fx.Node)]
-    along = {a: analysis.track.sequence_dims(_made(analysis, node, a)) for a in tensors}
-    if not any(along.values()):
+    along = [analysis.track.sequence_dims(_made(analysis, node, a)) for a in tensors]
+    if not any(along):
         return None
-    if any(len(dims) > 1 for dims in along.values()):
+    if any(len(dims) > 1 for dims in along):
         return "a value for each pair of positions enters it"
     if _uses_length_as_value(analysis, node):
         return "it computes with the length of the slice, which would have to be that of the whole sequence"
     sizes = Sizes(analysis, _length(analysis))
-    halves = (slice(0, sizes.length // 2), slice(sizes.length // 2, sizes.length))
-    versions = [[_random(analysis, node, a, sizes, seed) for a in tensors] for seed in (1, 2)]
-    runs: dict[tuple[int, int], list[torch.Tensor | None]] = {}
-    for first in (0, 1):
-        for second in (0, 1):
-            values = {}
-            for i, argument in enumerate(tensors):
-                value = versions[0][i].clone()
-                for rows, version in zip(halves, (first, second), strict=True):
-                    for dim in along[argument]:
-                        part = (slice(None),) * dim + (rows,)
-                        value[part] = versions[version][i][part]
-                values[argument] = value
-            runs[first, second] = _gradients(
-                analysis, node, arguments, values, sizes, (first, second), halves
-            )
-    return _compare(runs, [along[a] for a in tensors], halves)
-
-
-def _compare(
-    runs: Mapping[tuple[int, int], Sequence[torch.Tensor | None]],
-    along: Sequence[Sequence[int]],
-    halves: tuple[slice, slice],
-) -> str | None:
-    for i, dims in enumerate(along):
-        found = {key: run[i] for key, run in runs.items()}
-        if any(each is None for each in found.values()):
-            continue
-        values = {key: each.double() for key, each in found.items() if each is not None}
-        size = max(float(each.abs().max()) for each in values.values())
-        given = next(each for each in found.values() if each is not None)
-        allowed = 64 * torch.finfo(given.dtype).eps * max(size, 1e-30)
-        if dims:
-            for half, rows in enumerate(halves):
-                part = (slice(None),) * dims[0] + (rows,)
-                for own in (0, 1):
-                    pair = [values[(own, other) if half == 0 else (other, own)][part] for other in (0, 1)]
-                    if not float((pair[0] - pair[1]).abs().max()) <= allowed:
-                        return "its backward gives a position a gradient that depends on other positions"
-        else:
-            mixed = values[0, 0] - values[0, 1] - values[1, 0] + values[1, 1]
-            if not float(mixed.abs().max()) <= allowed:
-                return "its backward gives a parameter a gradient that is no sum over positions"
-    return None
-
-
-def _gradients(
-    analysis: Analysis,
-    node: fx.Node,
-    arguments: Sequence[Any],
-    values: Mapping[Any, torch.Tensor],
-    sizes: Sizes,
-    versions: tuple[int, int],
-    halves: tuple[slice, slice],
-) -> list[torch.Tensor | None]:
-    """The gradients of the tensors among `arguments`, for gradients of the results that differ by half, too."""
+    values = [
+        _drawn(sizes.shape(_made(analysis, node, a)), _made(analysis, node, a).meta["val"]) for a in tensors
+    ]
+    places = {id(a): i for i, a in enumerate(tensors)}
+    numbers = {id(a): _number(a, sizes) for a in arguments if id(a) not in places}
     bodies = [analysis.gm.get_submodule(str(a.target)) for a in node.args if _is_body(analysis, a)]  # type: ignore[union-attr]
-    leaves = {a: v.requires_grad_(v.is_floating_point()) for a, v in values.items()}
-    given = [leaves[a] if a in leaves else _number(analysis, a, sizes) for a in arguments]
+    wanted = [i for i, value in enumerate(values) if value.is_floating_point()]
+
+    def forward(*given: torch.Tensor) -> list[torch.Tensor]:
+        called = [given[places[id(a)]] if id(a) in places else numbers[id(a)] for a in arguments]
+        made = node.target(*bodies, *called, **node.kwargs)  # type: ignore[operator]
+        return [
+            leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+
+    def backward(*given: torch.Tensor) -> list[torch.Tensor | None]:
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in given[: len(values)]]
+            results = forward(*leaves)
+            ups = list(given[len(values) :])
+            return list(torch.autograd.grad(results, [leaves[i] for i in wanted], ups, allow_unused=True))
+
     with torch.enable_grad():
-        made = node.target(*bodies, *given, **node.kwargs)  # type: ignore[operator]
-    results = [r for r in pytree.tree_leaves(made) if isinstance(r, torch.Tensor) and r.requires_grad]
-    nodes = analysis.shadow.tensors_made(node)
-    shapes = {tuple(sizes.shape(n)): analysis.track.sequence_dims(n) for n in nodes}
-    ups = []
-    for i, result in enumerate(results):
-        drawn = [_draw(result.shape, result, 10 * i + version + 100) for version in (0, 1)]
-        up = drawn[0]
-        for dim in shapes.get(tuple(result.shape), []):
-            for rows, version in zip(halves, versions, strict=True):
-                part = (slice(None),) * dim + (rows,)
-                up[part] = drawn[version][part]
-        ups.append(up)
-    wanted = [v for v in leaves.values() if v.requires_grad]
-    got = iter(torch.autograd.grad(results, wanted, ups, allow_unused=True) if results and wanted else ())
-    return [next(got, None) if v.requires_grad else None for v in leaves.values()]
+        results = forward(*(v.clone().requires_grad_(v.is_floating_point()) for v in values))
+    if not results or not wanted:
+        return None
+    ups = [_drawn(result.shape, result) for result in results]
+    traced = make_fx(backward)(*values, *ups)
+    # A gradient has the axes of what it is the gradient of.
+    made_along = {
+        tuple(sizes.shape(n)): analysis.track.sequence_dims(n) for n in analysis.shadow.tensors_made(node)
+    }
+    rows = [*along, *(made_along.get(tuple(up.shape), []) for up in ups)]
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    given = {n: (dims[0] if dims else None) for n, dims in zip(placeholders, rows, strict=True)}
+    track = track_axes(traced.graph, given, sizes.length, SizeFacts())
+    output = next(n for n in traced.graph.nodes if n.op == "output")
+    return _judge(track, output, [along[i] for i in wanted])
+
+
+def _judge(track: Tracking, output: fx.Node, along: list[list[int]]) -> str | None:
+    """Why the gradients that `output` returns are not as they have to be; None if they are."""
+    sums: set[fx.Node] = set()
+    for node in output.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        kinds = {action.kind for action in track.acts_along_sequence(node)}
+        if node in track.problems or node in track.misaligned or len(track.sequence_dims(node)) > 1:
+            return "its backward does what is not followed"
+        if kinds:
+            if not kinds <= {"reduce", "contract"} or node.target not in _SUMS or track.sequence_dims(node):
+                return "its backward gives a position a gradient that depends on other positions"
+            sums.add(node)
+        elif any(source in sums for source in node.all_input_nodes):
+            scaled = node.target in (aten.mul.Tensor, aten.div.Tensor) and len(node.all_input_nodes) == 1
+            added = node.target is aten.add.Tensor and all(source in sums for source in node.all_input_nodes)
+            if node.target not in _LINEAR and not scaled and not added:
+                return "its backward does more with a sum over positions than what is linear"
+            sums.add(node)
+    for leaf, dims in zip(
+        pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None), along, strict=True
+    ):
+        if not isinstance(leaf, fx.Node) or leaf.target in _ZEROS:
+            continue
+        if dims and track.sequence_dims(leaf) != dims:
+            return "its backward gives a value along the sequence a gradient that does not run along it"
+        if not dims and leaf not in sums:
+            return "its backward gives a parameter a gradient that is no sum over positions"
+    return None
 
 
 def _length(analysis: Analysis) -> int:
@@ -152,22 +168,17 @@ def _is_body(analysis: Analysis, argument: Any) -> bool:
     return isinstance(getattr(analysis.gm, str(argument.target), None), torch.nn.Module)
 
 
-def _random(analysis: Analysis, node: fx.Node, argument: Any, sizes: Sizes, seed: int) -> torch.Tensor:
-    made = _made(analysis, node, argument)
-    shape, value = sizes.shape(made), made.meta["val"]
+def _drawn(shape: Any, like: torch.Tensor) -> torch.Tensor:
     if torch.Size(shape).numel() > _MOST_ELEMENTS:
         raise CannotEvaluate("it is too large")
-    return _draw(shape, value, seed + 1000 * list(node.args).index(argument))
-
-
-def _draw(shape: Sequence[int], like: torch.Tensor, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
     if not like.dtype.is_floating_point:
-        return torch.randint(0, 2, list(shape), generator=generator).to(like.dtype)
-    return torch.rand(list(shape), generator=generator, dtype=torch.float64).add(0.1).to(like.dtype)
+        return torch.zeros(list(shape), dtype=like.dtype)
+    return torch.rand(list(shape), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+        like.dtype
+    )
 
 
-def _number(analysis: Analysis, argument: Any, sizes: Sizes) -> Any:
+def _number(argument: Any, sizes: Sizes) -> Any:
     if not isinstance(argument, fx.Node):
         return argument
     value = argument.meta.get("example_value")

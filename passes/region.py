@@ -557,7 +557,7 @@ def _at_sizes(node: fx.Node, args: list[Any], kwargs: dict[str, Any], sizes: Siz
         args[:] = [end] if target is aten.arange.default else [start, end, *args[2:]]
     elif target is aten.slice.Tensor and sizes.shape(node) == sizes.shape(node.args[0]):  # type: ignore[arg-type]
         args[1:] = []  # all rows, whatever the numbers were
-    elif sizes.analysis.is_table_lookup(node):
+    elif sizes.analysis.is_table_lookup(node) and isinstance(sizes.analysis.length, int):
         dim = argument(node, "dim", 0)
         start = argument(node, "start", 0) or 0
         args[1:] = [dim, start, start + sizes.shape(node)[dim]]

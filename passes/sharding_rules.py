@@ -172,6 +172,8 @@ def _table_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     dim = argument(node, "dim", 0) % table.meta["val"].dim()
     if argument(node, "start", 0) not in (0, None) or argument(node, "step", 1) != 1:
         return None
+    if not analysis.track.axes.is_whole_sequence(analysis.track.dims(node)[dim]):
+        return None  # a row for each position of a chunk
 
     def apply(ranks: Ranks) -> None:
         emit = Emit(user_node, after=False)

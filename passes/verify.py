@@ -7,18 +7,23 @@ is an error.
 
 from __future__ import annotations
 
+from typing import Any
+
 import sympy
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from zeco_compile.passes.analysis import Analysis, State, assign_states
-from zeco_compile.passes.errors import UnsupportedOp
+from zeco_compile.passes.errors import LengthInValue, UnsupportedOp
 from zeco_compile.passes.functions import refuse_mixing_backwards
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.plans import settled
 from zeco_compile.passes.report import op_name
+from zeco_compile.passes.schema import argument
 from zeco_compile.passes.shard import refuse_mixed
+
+aten = torch.ops.aten
 
 
 def verify(analysis: Analysis) -> list[int | None]:
@@ -29,6 +34,7 @@ def verify(analysis: Analysis) -> list[int | None]:
     assign_states(analysis, settled)
     refuse_mixed(analysis)
     refuse_mixing_backwards(analysis)
+    _refuse_length_elsewhere(analysis)
     _refuse_owned_rows(analysis)
     _refuse_constant_rows(analysis)
     _refuse_sizes_of_the_slice(analysis)
@@ -86,6 +92,41 @@ def _refuse_constant_rows(analysis: Analysis) -> None:
             )
 
 
+def _refuse_length_elsewhere(analysis: Analysis) -> None:
+    """A number from the length that is a size of, or a place in, something that does not run along the sequence: the
+    row of a table, some features, copies of a parameter. Of the whole sequence's length it would be another."""
+    if isinstance(analysis.length, int):
+        return  # another trace shows it (second_look.py)
+    symbols, track = analysis.length.free_symbols, analysis.track
+
+    def depends(value: Any) -> bool:
+        made = value.meta.get("val") if isinstance(value, fx.Node) else value
+        return isinstance(made, torch.SymInt) and bool(made.node.expr.free_symbols & symbols)
+
+    for node in analysis.shadow.graph.nodes:
+        user_node, value = analysis.user_node(node), node.meta.get("val")
+        if user_node is None or settled(user_node) or node.op != "call_function":
+            continue
+        elsewhere = isinstance(value, torch.Tensor) and any(
+            depends(size) and not track.axes.is_sequence(dim)
+            for size, dim in zip(value.shape, track.dims(node), strict=True)
+        )
+        if node.target in (aten.select.int, aten.slice.Tensor):
+            source = node.args[0]
+            dim = argument(node, "dim", 0) % source.meta["val"].dim()
+            along = dim in track.sequence_dims(source) or analysis.is_table_lookup(node)
+            elsewhere |= not along and any(depends(each) for each in node.args[1:])
+        if node.target in (aten.tril.default, aten.triu.default) and depends(argument(node, "diagonal", 0)):
+            elsewhere |= not set(track.sequence_dims(node)) & {value.dim() - 1, value.dim() - 2}
+        if elsewhere:
+            raise LengthInValue(
+                str(analysis.length),
+                location=user_location(user_node),
+                why=f"`{op_name(user_node)}` takes a size or a place from it in something that does not run along the "
+                "sequence; the length of the whole sequence would give another.",
+            )
+
+
 def _refuse_sizes_of_the_slice(analysis: Analysis) -> None:
     """A factory whose size follows from the length without being it, or whose positions belong to nothing."""
     length = analysis.length
@@ -123,8 +164,8 @@ def _refuse_sizes_of_the_slice(analysis: Analysis) -> None:
 
 def _refuse_partial_outputs(analysis: Analysis) -> None:
     output = next(n for n in analysis.gm.graph.nodes if n.op == "output")
-    for argument in output.all_input_nodes:
-        for value in analysis.shadow.tensors_read(output, argument):
+    for returned in output.all_input_nodes:
+        for value in analysis.shadow.tensors_read(output, returned):
             state = analysis.state(value)
             dims = analysis.track.sequence_dims(value)
             folded = any(len(analysis.track.axes.flat(analysis.track.dims(value)[d])) > 1 for d in dims)
@@ -132,11 +173,11 @@ def _refuse_partial_outputs(analysis: Analysis) -> None:
             if state is State.LOCAL and len(dims) <= 1 and not first:
                 continue
             raise UnsupportedOp(
-                op_name(argument),
-                location=user_location(argument),
+                op_name(returned),
+                location=user_location(returned),
                 why="an output of the graph holds only some rows of the sequence (a slice of it, or rows of several "
                 "axes folded together), so the ranks' parts cannot be put side by side.",
-                node=str(argument),
+                node=str(returned),
             )
 
 

@@ -12,6 +12,7 @@ Nothing is run: the inputs of the second trace are the given ones, repeated.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,10 +29,17 @@ from zeco_compile.passes.inputs import MARK, graph_inputs
 from zeco_compile.passes.length import ARITHMETIC, VALUES
 from zeco_compile.passes.locations import Location, user_location
 from zeco_compile.passes.report import op_name
-from zeco_compile.passes.torch_private import is_autograd_function, mark_weakly_dynamic, source_name
+from zeco_compile.passes.schema import argument, operand
+from zeco_compile.passes.torch_private import (
+    is_argument,
+    is_autograd_function,
+    mark_weakly_dynamic,
+    source_name,
+)
 
-_MOST_TOKENS = 128
-"""Up to this many tokens the second trace is of the whole sequence; beyond, of two slices."""
+_MOST_NODES = 20_000
+"""The second trace is of the whole sequence, unless a loop over it would have more nodes than this; of two slices
+then."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,20 @@ def _along(analysis: Analysis, node: fx.Node) -> tuple[str, ...]:
     if analysis.is_constant(node):
         return ()
     rows = [track.axes.window_of(track.dims(node)[dim]) for dim in track.sequence_dims(node)]
-    return (*(action.kind for action in track.acts_along_sequence(node)), *map(str, rows))
+    kinds = (action.kind for action in track.acts_along_sequence(node))
+    return (*kinds, *map(str, rows), *_elsewhere(analysis, node))
+
+
+def _elsewhere(analysis: Analysis, node: fx.Node) -> Iterator[str]:
+    """Sizes of dimensions that do not run along the sequence, and places in them."""
+    value, along = node.meta.get("val"), analysis.track.sequence_dims(node)
+    if isinstance(value, torch.Tensor):
+        yield from (f"size {size}" for dim, size in enumerate(value.shape) if dim not in along)
+    if node.target in (torch.ops.aten.select.int, torch.ops.aten.slice.Tensor):
+        source = operand(node, 0)
+        dim = argument(node, "dim", 0) % source.meta["val"].dim()
+        if dim not in analysis.track.sequence_dims(source):
+            yield from (f"at {each}" for each in node.args[2:])
 
 
 def user_steps(gm: fx.GraphModule) -> list[Step]:
@@ -123,9 +144,15 @@ def _values(node: fx.Node) -> Iterator[str]:
         counts = computes or (begins and index == 0) or (filled and index > 0)
         if isinstance(value, float | bool) or (counts and isinstance(value, int)):
             yield repr(value)
+    if node.target is operator.getitem and _is_owned(node.args[0]):
+        yield f"at {node.args[1]!r}"  # a row of a parameter
     for name, value in node.kwargs.items():
         if isinstance(value, float | bool) or (name in VALUES and isinstance(value, int)):
             yield f"{name}={value!r}"
+
+
+def _is_owned(source: Any) -> bool:
+    return isinstance(source, fx.Node) and source.op == "placeholder" and not is_argument(source)
 
 
 _KINDS = frozenset(
@@ -227,7 +254,11 @@ def _longer(
             continue
         tensor = example_inputs[each.index]
         length = tensor.shape[each.along]
-        longer = length * (world_size if symbolic or length * world_size <= _MOST_TOKENS else 2)
+        nodes = len(gm.graph.nodes)
+        unrolled = nodes >= 2 * length
+        longer = length * (
+            2 if unrolled and not symbolic and nodes * world_size > _MOST_NODES else world_size
+        )
         rows = torch.arange(longer, device=tensor.device) % length
         with torch.no_grad():
             other = tensor.detach().index_select(each.along, rows)

@@ -108,7 +108,7 @@ def test_kept(function, weighted, local_length):
     [
         (SummedBackwards, False, "depends on other positions"),
         (GradientOfAllTokens, False, "depends on other positions"),
-        (NormalisedWeight, True, "no sum over positions"),
+        (NormalisedWeight, True, "more with a sum over positions"),
         (DividedByLength, False, "length of the slice"),
     ],
 )
@@ -145,3 +145,61 @@ def test_a_length_in_a_backward_beside_a_loop(local_length):
         assert_equivalent(
             lambda: BesideALoop(ClippedRoot, False), lambda: torch.randn(2, 2 * local_length, 6), world_size=2
         )
+
+
+def _weighted(gradient):
+    class Weighted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            return grad * weight, gradient(grad, x, weight)
+
+    return Weighted
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        lambda g, x, w: torch.ones_like(w),
+        lambda g, x, w: (g * x).mean((0, 1)),
+        lambda g, x, w: (g * x)[:, 0].sum(0),
+        lambda g, x, w: (g * x).sum((0, 1)) + w,
+        lambda g, x, w: (g * x).sum((0, 1)).clamp(-1, 1),
+    ],
+)
+def test_a_parameter_s_gradient_that_is_no_sum(gradient):
+    function = _weighted(gradient)
+    assert_refused(
+        lambda: Model(function, True),
+        lambda: torch.randn(2, 10, 6),
+        world_size=2,
+        error=UnsupportedOp,
+        match="torch.autograd.Function",
+    )
+
+
+class FirstPositionDropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        grad[:, 0] = 0
+        return grad
+
+
+def test_a_backward_that_treats_a_position_in_its_own_way():
+    assert_refused(
+        lambda: Model(FirstPositionDropped, False),
+        lambda: torch.randn(2, 10, 6),
+        world_size=2,
+        error=UnsupportedOp,
+        match="torch.autograd.Function",
+    )
