@@ -194,6 +194,61 @@ def test_a_backend_can_ask_for_a_symbolic_trace(traced):
     assert isinstance(x.shape[1], torch.SymInt)
 
 
+def test_a_backend_can_ask_for_a_constant_again():
+    torch._dynamo.reset()
+    lengths = []
+
+    def backend(gm, example_inputs):
+        (x,) = (value for value in example_inputs if isinstance(value, torch.Tensor))
+        (*_, node) = placeholders(gm)
+        lengths.append(node.meta["example_value"].shape[1])
+        if torch_private.mark_weakly_dynamic(x, 1):
+            torch_private.restart_trace("a symbol")
+        if len(lengths) == 2:
+            torch_private.mark_constant(x, 1)
+            torch_private.restart_trace("a constant")
+        return gm.forward
+
+    torch.compile(lambda x: x / x.shape[1], backend=backend)(torch.randn(2, 5))
+    assert lengths[0] == lengths[2] == 5
+    assert isinstance(lengths[1], torch.SymInt)
+    torch._dynamo.reset()
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_what_dynamo_makes_of_checkpoints_and_functions():
+    """Each is one node; its bodies are attributes of the graph."""
+    torch._dynamo.reset()
+    seen = []
+
+    def backend(gm, example_inputs):
+        for node in gm.graph.nodes:
+            if torch_private.is_checkpoint(node.target):
+                body = gm.get_submodule(node.args[0].target)
+                seen.append(("checkpoint", torch_private.is_selective_checkpoint(body)))
+            if torch_private.is_autograd_function(node.target):
+                bodies = [a for a in node.args if isinstance(a, torch.fx.Node) and a.op == "get_attr"]
+                seen.append(("function", len(bodies)))
+        return gm.forward
+
+    def function(x):
+        return _Doubled.apply(torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False))
+
+    torch.compile(function, backend=backend)(torch.randn(2, 5, requires_grad=True))
+    assert sorted(seen) == [("checkpoint", False), ("function", 2)]
+    assert torch_private.new_checkpoint() < torch_private.new_checkpoint()
+    torch._dynamo.reset()
+
+
 def test_a_restart_is_possible_behind_a_branch_that_a_symbol_goes_another_way():
     """The second trace need not pass the places of the first, which Dynamo would take for a bug of its own."""
     torch._dynamo.reset()
