@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 EXPECTED = {"families": ["constant per head"]}
-LOCAL_LENGTHS = (6, 5)
-MORE_LOCAL_LENGTHS = (4, 3)
+LOCAL_LENGTHS = (6,)
+MORE_LOCAL_LENGTHS = (5, 4, 3)
 BLOCK = 4
 
 

@@ -62,7 +62,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 REGIONS = {
     "llama": 0, "mistral": 0, "mamba": 2, "mamba2": 2, "bamba": 1, "falcon_h1": 2, "zamba2": 2, "nemotron_h": 1,
 }  # fmt: skip
-ALWAYS = ("llama", "mamba2", "bamba")
+ALWAYS = ("llama", "mamba2")
 
 
 def _maker(name: str, config: dict[str, Any], with_labels: bool) -> Callable[[], nn.Module]:

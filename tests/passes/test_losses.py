@@ -90,7 +90,7 @@ def test_loss(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cross entropy, flattened", "mean squared error", "curvature"])
-@pytest.mark.parametrize(("world_size", "local_length"), [(3, 3), (4, 3)])
+@pytest.mark.parametrize(("world_size", "local_length"), [(3, 3)])
 def test_loss_on_more_ranks(name: str, world_size: int, local_length: int) -> None:
     assert_equivalent(lambda: Model(name), _inputs(world_size * local_length), world_size=world_size)
 
