@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.inputs import GraphInput
 
 
 @dataclass(frozen=True)
@@ -59,25 +60,30 @@ Buffer = CausalMask | TakenValues
 def taken_values(analysis: Analysis, node: fx.Node) -> TakenValues | None:
     """The values of a placeholder of the shadow graph, if it is a buffer of real numbers that has no gradient, is not
     too large, and is not written to by the model."""
-    each = next((i for i in analysis.inputs if analysis.shadow.inputs.get(i.node) is node), None)
-    if each is None or each.kind != "buffer" or each.along is not None:
+    each = _buffer(analysis, node)
+    if each is None or analysis.shadow.is_written_to(each.node):
         return None
     value = analysis.example_inputs[each.index]
-    if value.requires_grad or not value.is_floating_point() or value.numel() > _MOST_VALUES:
-        return None
-    if analysis.shadow.is_written_to(each.node):
+    if not value.is_floating_point() or value.numel() > _MOST_VALUES:
         return None
     return TakenValues(each.index, each.name, value.detach().cpu().clone())
 
 
-def causal_mask(analysis: Analysis, node: fx.Node) -> CausalMask | None:
-    """The mask that a placeholder of the shadow graph holds, if the model owns it and it is a causal one."""
+def _buffer(analysis: Analysis, node: fx.Node) -> GraphInput | None:
+    """The input that a placeholder of the shadow graph is, if the model owns it and it has no gradient."""
     each = next((i for i in analysis.inputs if analysis.shadow.inputs.get(i.node) is node), None)
     if each is None or each.kind != "buffer" or each.along is not None:
         return None
     value = analysis.example_inputs[each.index]
-    if not isinstance(value, torch.Tensor) or value.requires_grad:
+    return each if isinstance(value, torch.Tensor) and not value.requires_grad else None
+
+
+def causal_mask(analysis: Analysis, node: fx.Node) -> CausalMask | None:
+    """The mask that a placeholder of the shadow graph holds, if the model owns it and it is a causal one."""
+    each = _buffer(analysis, node)
+    if each is None:
         return None
+    value = analysis.example_inputs[each.index]
     found = _triangle(value)
     return None if found is None else CausalMask(each.index, each.name, int(value.shape[-1]), *found)
 

@@ -340,9 +340,8 @@ class Sizes:
         axes = self.analysis.track.axes
         product, flat, rows = 1, axes.flat(dim), axes.flat((axes.sequence,))
         while flat:
-            together = (
-                len(rows) > 1 and flat[: len(rows)] == rows
-            )  # chunks of a constant length, put together
+            # chunks of a constant length, put together
+            together = len(rows) > 1 and flat[: len(rows)] == rows
             product *= self.length if together else self.of_atom(flat[0])
             flat = flat[len(rows) if together else 1 :]
         return product

@@ -67,7 +67,7 @@ def steps_of(analysis: Analysis) -> list[Step]:
     places: dict[fx.Node, str] = {node: name for node, name in names.items() if node is not None}
     out: list[Step] = []
     for node in analysis.shadow.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
+        if node.op != "call_function" or not _is_value(node):
             continue  # a size, or an input
         if node.users and all(user.target in SHAPED_LIKE for user in node.users):
             continue  # read for its shape alone: zeros_like(x[:, :1])

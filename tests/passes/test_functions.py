@@ -60,17 +60,22 @@ class GradientOfAllTokens(torch.autograd.Function):
         return grad * x.mean(1, keepdim=True)
 
 
-class NormalisedWeight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
+def _weighted(gradient):
+    class Weighted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x * weight
 
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        own = (grad * x).sum((0, 1))
-        return grad * weight, own / own.norm()
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            return grad * weight, gradient(grad, x, weight)
+
+    return Weighted
+
+
+NormalisedWeight = _weighted(lambda g, x, w: (g * x).sum((0, 1)) / (g * x).sum((0, 1)).norm())
 
 
 class DividedByLength(torch.autograd.Function):
@@ -145,21 +150,6 @@ def test_a_length_in_a_backward_beside_a_loop(local_length):
         assert_equivalent(
             lambda: BesideALoop(ClippedRoot, False), lambda: torch.randn(2, 2 * local_length, 6), world_size=2
         )
-
-
-def _weighted(gradient):
-    class Weighted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight)
-            return x * weight
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, weight = ctx.saved_tensors
-            return grad * weight, gradient(grad, x, weight)
-
-    return Weighted
 
 
 @pytest.mark.parametrize(
