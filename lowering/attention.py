@@ -7,6 +7,7 @@ AOTAutograd it becomes the ops below, apart from each other, so that a later pas
     backward    (final_state_backward,) rank_dstate, scan_start in reverse, diagonal_backward, scan_wait,
                 combine_backward, (initial_state_backward)
 
+or, where the Triton kernels run (``kernels/devices.py``), the six of ``fused_attention.py`` in their places.
 Only what the scan needs stands before its start, and only what needs the scan after its wait: between the
 two there is work to hide it behind. The incoming state is kept for the backward, so nothing is sent twice.
 
@@ -25,17 +26,16 @@ import torch
 from torch import Tensor
 
 from zeco_compile.kernels import chunked
+from zeco_compile.kernels.devices import is_fused
 from zeco_compile.kernels.errors import InvalidShapes
 from zeco_compile.kernels.shapes import check_sizes, check_state, state_dtype
-from zeco_compile.lowering import all_scan, in_flight, op_log
+from zeco_compile.lowering import all_scan, fused_attention, in_flight, op_log  # noqa: F401 (defines ops)
 from zeco_compile.lowering.communicator import Job, communicator_for, members
 from zeco_compile.lowering.errors import SecondDerivative
+from zeco_compile.lowering.registry import LIBRARY, LOCAL_TAGS, define
 
-_library = torch.library.Library("zeco", "FRAGMENT")
-
-_LOCAL_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 # Capture into a CUDA graph of what runs on a side stream, or looks up a job, is not proven: keep it out.
-_SCAN_TAGS = (*_LOCAL_TAGS, torch.Tag.cudagraph_unsafe)
+_SCAN_TAGS = (*LOCAL_TAGS, torch.Tag.cudagraph_unsafe)
 
 
 class _Finished(Job[Tensor]):
@@ -275,6 +275,16 @@ def _initial_state_backward_fake(dstate_out: Tensor, dstate: Tensor, log_decay: 
 # ----- all of it, with its gradient
 
 
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        # once_differentiable would leave the path through q, k, v out in silence
+        raise SecondDerivative(
+            "zeco::gated_linear_attention was differentiated with create_graph=True, and second "
+            "derivatives through it are not implemented. Call backward() or torch.autograd.grad() "
+            "without create_graph, or run this model without the zeco backend."
+        )
+
+
 class _GatedLinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -317,13 +327,7 @@ class _GatedLinearAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor, dfinal: Tensor):
-        if torch.is_grad_enabled():
-            # once_differentiable would leave the path through q, k, v out in silence
-            raise SecondDerivative(
-                "zeco::gated_linear_attention was differentiated with create_graph=True, and second "
-                "derivatives through it are not implemented. Call backward() or torch.autograd.grad() "
-                "without create_graph, or run this model without the zeco backend."
-            )
+        _refuse_second_derivative()
         ops = torch.ops.zeco
         q, k, v, g, state_in, log_decay = ctx.saved_tensors
         scale, output_final_state, schedule, blocks, group = ctx.arguments
@@ -346,6 +350,71 @@ class _GatedLinearAttention(torch.autograd.Function):
             outgoing = torch.zeros_like(dstate) if dstate_out is None else dstate_out
             dinitial = ops.initial_state_backward(outgoing, dstate, log_decay, group).to(ctx.initial_dtype)
         return dq, dk, dv, None if g is None else dg, dinitial, None, None, None, None, None
+
+
+class _FusedGatedLinearAttention(torch.autograd.Function):
+    """The same from the Triton kernels' ops. ``save``: a backward may follow."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        initial_state: Tensor | None,
+        scale: float,
+        output_final_state: bool,
+        schedule: str,
+        blocks: int,
+        group: str,
+        save: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ops = torch.ops.zeco
+        several = group != ""
+        state, log_decay, kept = ops.prepare(q, k, v, g, scale)
+        if several:
+            flying = ops.scan_start(state, log_decay, initial_state, False, schedule, blocks, group)
+            pairs = ops.chunk_pairs(q, k, v, g, scale, kept, True)
+            state_in = ops.scan_wait(flying, state, log_decay, group)
+        else:
+            pairs = ops.chunk_pairs(q, k, v, g, scale, kept, False)
+            state_in = None if initial_state is None else initial_state.to(state.dtype)
+        o, saved = ops.read_out(pairs, kept, q, k, v, g, state_in, scale, several, save)
+        if output_final_state:
+            before = torch.zeros_like(state) if state_in is None else state_in
+            final_state = ops.final_state(before, state, log_decay, group)
+        else:
+            final_state = q.new_empty((0,))
+            ctx.mark_non_differentiable(final_state)
+        ctx.save_for_backward(q, k, v, g, log_decay, pairs, saved, *kept)
+        ctx.initial_dtype = None if initial_state is None else initial_state.dtype
+        ctx.arguments = scale, output_final_state, schedule, blocks, group
+        return o, final_state
+
+    @staticmethod
+    def backward(ctx, do: Tensor, dfinal: Tensor):
+        _refuse_second_derivative()
+        ops = torch.ops.zeco
+        q, k, v, g, log_decay, pairs, saved, *kept = ctx.saved_tensors
+        scale, output_final_state, schedule, blocks, group = ctx.arguments
+        several = group != ""
+        dstate_out = ops.final_state_backward(dfinal, group) if output_final_state else None
+        dstate, dkept = ops.prepare_backward(q, k, v, g, do, scale, kept)
+        if several:
+            flying = ops.scan_start(dstate, log_decay, dstate_out, True, schedule, blocks, group)
+            dpairs = ops.chunk_pairs_backward(q, k, v, g, do, True)
+            dstate_out = ops.scan_wait(flying, dstate, log_decay, group)
+        else:
+            dpairs = ops.chunk_pairs_backward(q, k, v, g, do, False)
+        dq, dk, dv, dg = ops.read_out_backward(
+            pairs, dpairs, kept, saved, dkept, q, k, v, g, do, scale, dstate_out, several
+        )
+        dinitial = None
+        if ctx.initial_dtype is not None and ctx.needs_input_grad[4]:
+            outgoing = torch.zeros_like(dstate) if dstate_out is None else dstate_out
+            dinitial = ops.initial_state_backward(outgoing, dstate, log_decay, group).to(ctx.initial_dtype)
+        return dq, dk, dv, None if g is None else dg, dinitial, None, None, None, None, None, None
 
 
 def _gated_linear_attention(
@@ -381,97 +450,84 @@ def _gated_linear_attention(
     sizes = check_sizes(q, k, v, g)
     if initial_state is not None:
         check_state("initial_state", initial_state, sizes)
-    return _GatedLinearAttention.apply(
-        q,
-        k,
-        v,
-        g,
-        initial_state,
-        scale,
-        output_final_state,
-        all_scan.resolve_schedule(schedule),
-        blocks,
-        group,
-    )
-
-
-def _define(schema: str, meaning, fake, tags) -> None:
-    name = schema.split("(", 1)[0]
-    _library.define(schema, tags=tags)
-    _library.impl(name, meaning, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"zeco::{name}", fake, lib=_library)
+    arguments = (scale, output_final_state, all_scan.resolve_schedule(schedule), blocks, group)
+    if not is_fused(q, k, v, g):
+        return _GatedLinearAttention.apply(q, k, v, g, initial_state, *arguments)
+    inputs = (q, k, v, g, initial_state)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return _FusedGatedLinearAttention.apply(*inputs, *arguments, save)
 
 
 _QKVG = "Tensor q, Tensor k, Tensor v, Tensor? g"
 _GRADIENTS = "Tensor dq, Tensor dk, Tensor dv, Tensor dg"
 
-_define(
+define(
     "rank_state(Tensor k, Tensor v, Tensor? g) -> (Tensor state, Tensor log_decay)",
     _rank_state,
     _rank_state_fake,
-    _LOCAL_TAGS,
+    LOCAL_TAGS,
 )
-_define(f"diagonal({_QKVG}, float scale) -> Tensor", _diagonal, _diagonal_fake, _LOCAL_TAGS)
-_define(
+define(f"diagonal({_QKVG}, float scale) -> Tensor", _diagonal, _diagonal_fake, LOCAL_TAGS)
+define(
     "combine(Tensor o, Tensor q, Tensor? g, Tensor state_in, float scale) -> Tensor",
     _combine,
     _combine_fake,
-    _LOCAL_TAGS,
+    LOCAL_TAGS,
 )
-_define(
+define(
     "rank_dstate(Tensor q, Tensor? g, Tensor do, float scale) -> Tensor",
     _rank_dstate,
     _rank_dstate_fake,
-    _LOCAL_TAGS,
+    LOCAL_TAGS,
 )
-_define(
+define(
     f"diagonal_backward({_QKVG}, Tensor do, float scale) -> ({_GRADIENTS})",
     _diagonal_backward,
     _diagonal_backward_fake,
-    _LOCAL_TAGS,
+    LOCAL_TAGS,
 )
-_define(
+define(
     f"combine_backward({_GRADIENTS}, {_QKVG}, Tensor do, float scale, Tensor? state_in, Tensor? dstate_out) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _combine_backward,
     _combine_backward_fake,
-    _LOCAL_TAGS,
+    LOCAL_TAGS,
 )
-_define(
+define(
     "scan_start(Tensor state, Tensor log_decay, Tensor? boundary, bool reverse, str schedule, int blocks, "
     "str group) -> Tensor in_flight",
     _scan_start,
     _scan_start_fake,
     _SCAN_TAGS,
 )
-_define(
+define(
     "scan_wait(Tensor in_flight, Tensor state, Tensor log_decay, str group) -> Tensor state_in",
     _scan_wait,
     _scan_wait_fake,
     _SCAN_TAGS,
 )
-_define(
+define(
     "final_state(Tensor state_in, Tensor state, Tensor log_decay, str group) -> Tensor",
     _final_state,
     _final_state_fake,
     _SCAN_TAGS,
 )
-_define(
+define(
     "final_state_backward(Tensor dfinal, str group) -> Tensor",
     _final_state_backward,
     _final_state_backward_fake,
     _SCAN_TAGS,
 )
-_define(
+define(
     "initial_state_backward(Tensor dstate_out, Tensor dstate, Tensor log_decay, str group) -> Tensor",
     _initial_state_backward,
     _initial_state_backward_fake,
-    _LOCAL_TAGS,
+    LOCAL_TAGS,
 )
 
-_library.define(
+LIBRARY.define(
     f"gated_linear_attention({_QKVG}, float scale, Tensor? initial_state, bool output_final_state, "
     "str schedule, int blocks, str group) -> (Tensor o, Tensor final_state)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_library.impl("gated_linear_attention", _gated_linear_attention, "CompositeImplicitAutograd")
+LIBRARY.impl("gated_linear_attention", _gated_linear_attention, "CompositeImplicitAutograd")

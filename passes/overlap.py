@@ -6,7 +6,8 @@ every pair of ``zeco::scan_start`` and ``zeco::scan_wait``:
 
 - the start stands as early as its inputs allow within its stretch of the graph, from the last communication
   before it on: what it does not need comes after it;
-- then comes the work that does not need the exchange: ``zeco::diagonal``, or ``zeco::diagonal_backward``;
+- then comes the work that does not need the exchange: ``zeco::diagonal`` (on a GPU ``zeco::chunk_pairs``), or
+  that of the backward;
   an exchange which that work needs (a halo of q, say) comes before the start, since behind it, on the same
   communicator, it would wait for the whole scan;
 - the wait stands right before its first user.
@@ -47,7 +48,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from zeco_compile.lowering import attention, exchange  # noqa: F401 (these register the ops named below)
+from zeco_compile.lowering import attention, exchange, fused_attention  # noqa: F401 (these register the ops named below)
 from zeco_compile.lowering.torch_private import storage_key
 from zeco_compile.passes import torch_private
 from zeco_compile.passes.errors import CompileError
@@ -57,12 +58,19 @@ from zeco_compile.passes.schema import argument
 _zeco = torch.ops.zeco
 _START = _zeco.scan_start.default
 _WAIT = _zeco.scan_wait.default
-_WORK = (_zeco.diagonal.default, _zeco.diagonal_backward.default)
+_WORK = (
+    _zeco.diagonal.default,
+    _zeco.diagonal_backward.default,
+    _zeco.chunk_pairs.default,
+    _zeco.chunk_pairs_backward.default,
+)
 
 # The op that joins the two halves: where its argument from the scan arrives, and the one from the work.
 _JOINS = {
     _zeco.combine.default: ("state_in", "o"),
     _zeco.combine_backward.default: ("dstate_out", "dq"),
+    _zeco.read_out.default: ("state_in", "pairs"),
+    _zeco.read_out_backward.default: ("dstate_out", "dpairs"),
 }
 
 _aten = torch.ops.aten

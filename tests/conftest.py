@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+
+# Where there is no GPU, Triton's kernels run in its interpreter: in this process, and in those that it starts. Triton
+# reads this when it is imported, which nothing above does.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from zeco_compile.testing import run_on_ranks
 from zeco_compile.testing.pool import Pool, raise_failures

@@ -1,0 +1,494 @@
+"""Gated linear attention in Triton kernels, for CUDA devices: what ``chunked.py`` computes, in six parts.
+
+One rank's tokens are cut into chunks of 64, and the chunks into segments, as many as fill the device; a program goes
+through one segment of one head with the state in registers. Between segments runs the scan that runs between ranks
+too; the state that comes from the other ranks enters there, so that it costs no pass over the tokens.
+
+    prepare              q, k, v, g -> a state a segment, and what the other parts go on from (``kept``)
+    chunk_pairs          the attention matrices inside of chunks: the work that needs no other rank's state
+    read_out             -> o; in training also the state before each chunk
+    prepare_backward     q, do -> a state's gradient a segment
+    chunk_pairs_backward the gradients of those matrices
+    read_out_backward    -> dv and the gradient of the state after each chunk; then, all chunks side by side, dq, dk, dg
+
+These kernels are bound by the bytes they move and by the instructions that move them. A gate per channel is worth two
+scaled operands, written once in the products' dtype and read by every later part (``triton_channel.py``); a gate per
+head, or none, is not (``triton_head.py``). The matrices inside of chunks are made where they are needed, and are in
+memory only on request (``everywhere``), or where a gate is too strong for the operands.
+
+Products are in bf16 where q, k and v are bf16; in tf32 where they are all of 16 bits (fp16 has tf32's precision but
+not its range, which the operands need); else in three tf32 products, as accurate as float32. States and sums are
+float32. Nothing waits for the device or depends on values from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zeco_compile.kernels import triton_channel as channel
+from zeco_compile.kernels import triton_head as head
+from zeco_compile.kernels.shapes import Sizes, check_sizes, check_state
+from zeco_compile.kernels.triton_shared import pairs_backward, scan_segments
+
+CHUNK = 64
+_LEVELS = CHUNK.bit_length() - 1
+# Chunks that one program looks through for strong channels.
+_GROUP = 4
+# How far, in log2, a gate's sum may lie from the chunk's middle: 2^86 squared still fits the range of bf16 and
+# float32, while for float32 inputs the rounding error of such a sum (1e-7 of it) has to stay small.
+_LIMIT_BF16, _LIMIT_FP32 = 86.0, 30.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one kernel is started: its tiles of key and value channels, warps, and loads in flight (stages)."""
+
+    key: int
+    value: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a problem is cut, and in what it computes. ``width`` is the key channels, filled up to a power of two."""
+
+    sizes: Sizes
+    chunks: int
+    per_segment: int
+    segments: int
+    width: int
+    dot: Any
+    precision: str
+    limit: float
+    launches: dict[str, Launch]
+
+    @property
+    def rows(self) -> int:
+        return self.sizes.batch * self.sizes.heads
+
+    @property
+    def storage(self) -> torch.dtype:
+        return torch.bfloat16 if self.dot == tl.bfloat16 else torch.float32
+
+    def by_segment(self, name: str) -> tuple[int, int, int]:
+        """One program a (batch and head, segment, tile of the state)."""
+        launch = self.launches[name]
+        tiles = triton.cdiv(self.width, launch.key) * triton.cdiv(self.sizes.value, launch.value)
+        return self.rows, self.segments, tiles
+
+    def by_chunk(self, name: str) -> tuple[int, int]:
+        """One program a (chunk, tile of key channels)."""
+        return self.rows * self.chunks, triton.cdiv(self.width, self.launches[name].key)
+
+    def by_group(self, name: str) -> tuple[int, int]:
+        """One program a (group of chunks, tile of key channels)."""
+        chunks, tiles = self.by_chunk(name)
+        return triton.cdiv(chunks, _GROUP), tiles
+
+    def tokens(self) -> tuple[int, int, int, int]:
+        return self.sizes.tokens, self.chunks, self.per_segment, self.sizes.heads
+
+    def all_chunks(self) -> tuple[int, int, int]:
+        return self.sizes.tokens, self.chunks, self.sizes.heads
+
+    def tiles(self, name: str, *names: str) -> dict[str, Any]:
+        """The constants of a kernel; ``names`` are those of K, V, BK and BV that it takes, by default all."""
+        launch = self.launches[name]
+        sizes = {"K": self.sizes.key, "V": self.sizes.value, "BK": launch.key, "BV": launch.value}
+        return {
+            **{name: sizes[name] for name in names or sizes},
+            "CHUNK": CHUNK,
+            "DOT": self.dot,
+            "PRECISION": self.precision,
+            "num_warps": launch.warps,
+            "num_stages": launch.stages,
+        }
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2  # the interpreter: few programs, but more than one segment
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _precision(device: torch.device, *tensors: Tensor) -> tuple[Any, str, float]:
+    dtypes = {x.dtype for x in tensors}
+    if device.type != "cuda":
+        return tl.float32, "ieee", _LIMIT_FP32
+    if dtypes == {torch.bfloat16}:
+        return tl.bfloat16, "tf32", _LIMIT_BF16
+    if dtypes <= {torch.bfloat16, torch.float16}:
+        return tl.float32, "tf32", _LIMIT_BF16
+    return tl.float32, "tf32x3", _LIMIT_FP32
+
+
+def _width(key: int) -> int:
+    return max(16, triton.next_power_of_2(key))
+
+
+def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
+    """What was fastest on an H200 (K = V = 128, bf16); ``wide`` for operands of four bytes, which take twice the
+    shared memory."""
+    value = max(16, triton.next_power_of_2(value))
+    columns = min(value, max(32, (8192 if wide else 16384) // width))
+    warps = 4 if width * columns <= 8192 else 8
+    half, narrow = min(64, width), min(32, width)
+    across = min(value, 32 if wide else 64)
+    return {
+        "prepare": Launch(narrow if wide else half, min(value, 64 if wide else 128), 4, 2),
+        "strong_operands": Launch(narrow if wide else half, 0, 4, 1),
+        "chunk_pairs": Launch(narrow if wide else half, 0, 4, 1),
+        "segment_states": Launch(width, columns, warps, 2 if wide else 3),
+        "read_out": Launch(width, columns, warps, 2),
+        "pairs_backward": Launch(0, across, 4, 2),
+        "operands_backward": Launch(narrow if wide else half, across, 4, 2 if wide else 3),
+        "strong_operands_backward": Launch(narrow, across, 4, 2),
+    }
+
+
+def _most_segments(rows: int, width: int, value: int, wide: bool, device: torch.device) -> int:
+    """As many as fill the device; of the sizes of one token only, so that it may be asked with symbols."""
+    tiles = triton.cdiv(value, _launches(width, value, wide)["read_out"].value)
+    return torch.sym_max(1, _processors(device) // (rows * tiles))
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> _Plan:
+    sizes = check_sizes(q, k, v, g)
+    dot, precision, limit = _precision(q.device, q, k, v)
+    width = _width(sizes.key)
+    chunks = triton.cdiv(sizes.tokens, CHUNK)
+    wide = dot != tl.bfloat16
+    most = _most_segments(sizes.batch * sizes.heads, width, sizes.value, wide, q.device)
+    per_segment = triton.cdiv(chunks, min(most, chunks))
+    segments = triton.cdiv(chunks, per_segment)
+    launches = _launches(width, sizes.value, wide)
+    return _Plan(sizes, chunks, per_segment, segments, width, dot, precision, limit, launches)
+
+
+def _per_channel(g: Tensor | None) -> bool:
+    return g is not None and g.dim() == 4
+
+
+# ----- what is handed from part to part; of symbolic sizes too, for the ops' fakes
+
+
+def _segments(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor]:
+    """For each segment the state that it makes, and its decay."""
+    batch, _, heads, key = q.shape
+    rows, value = batch * heads, v.shape[3]
+    dot, _, _ = _precision(q.device, q, k, v)
+    most = _most_segments(rows, _width(key), value, dot != tl.bfloat16, q.device)
+    states = q.new_empty((rows, most, key, value), dtype=torch.float32)
+    return [states, q.new_empty((rows, most, key if _per_channel(g) else 1), dtype=torch.float32)]
+
+
+def empty_kept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor]:
+    """Not yet written: by the kind of gate, then the segments' states and decays.
+
+    Per channel: the two operands [B*H, chunks * 64, width], each chunk's totals, and which channels are strong. Per
+    head: in each chunk the sums of the gates to each token, after each, of all, and whether they are large.
+    """
+    batch, tokens, heads, key = q.shape
+    rows, chunks = batch * heads, (tokens + CHUNK - 1) // CHUNK
+    if _per_channel(g):
+        dot, _, _ = _precision(q.device, q, k, v)
+        storage = torch.bfloat16 if dot == tl.bfloat16 else torch.float32
+        operand, total = (rows, chunks * CHUNK, _width(key)), (rows, chunks, _width(key))
+        operands = [q.new_empty(operand, dtype=storage) for _ in range(2)]
+        first = [*operands, q.new_empty(total, dtype=torch.float32), q.new_empty(total, dtype=torch.int8)]
+    elif g is not None:
+        sums = [q.new_empty((rows, chunks, CHUNK), dtype=torch.float32) for _ in range(2)]
+        each = (rows, chunks)
+        first = [*sums, q.new_empty(each, dtype=torch.float32), q.new_empty(each, dtype=torch.int8)]
+    else:
+        first = []
+    return [*first, *_segments(q, k, v, g)]
+
+
+def empty_dkept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor]:
+    """Not yet written: the segments' gradients of states, and decays."""
+    return _segments(q, k, v, g)
+
+
+def _empty_by_chunk(shape: Sequence[int], q: Tensor, k: Tensor, v: Tensor, wanted: bool) -> Tensor:
+    batch, tokens, heads, _ = q.shape
+    dot, _, _ = _precision(q.device, q, k, v)
+    storage = torch.bfloat16 if dot == tl.bfloat16 else torch.float32
+    chunks = (tokens + CHUNK - 1) // CHUNK
+    return q.new_empty((batch * heads, chunks, *shape) if wanted else (0,), dtype=storage)
+
+
+def empty_pairs(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, everywhere: bool) -> Tensor:
+    """Not yet written: the attention matrix of each chunk [B*H, chunks, 64, 64], or nothing."""
+    return _empty_by_chunk((CHUNK, CHUNK), q, k, v, everywhere or _per_channel(g))
+
+
+def empty_dpairs(q: Tensor, k: Tensor, v: Tensor, everywhere: bool) -> Tensor:
+    """Not yet written: the gradient of each chunk's attention matrix, or nothing."""
+    return _empty_by_chunk((CHUNK, CHUNK), q, k, v, everywhere)
+
+
+def empty_saved(q: Tensor, k: Tensor, v: Tensor, save: bool) -> Tensor:
+    """Not yet written: each chunk's incoming state [B*H, chunks, K, V], or nothing."""
+    return _empty_by_chunk((q.shape[3], v.shape[3]), q, k, v, save)
+
+
+# ----- forward
+
+
+def _strides(x: Tensor | None, dims: int = 4) -> tuple[int, ...]:
+    return (0,) * dims if x is None else tuple(x.stride()[:dims])
+
+
+def _sums(kept: list[Tensor]) -> list[Tensor | None]:
+    """The four sums of a gate per head; of none there are none."""
+    return list(kept[:4]) if len(kept) > 2 else [None] * 4
+
+
+def _scan(
+    plan: _Plan, states: Tensor, decays: Tensor, boundary: Tensor | None, *, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The state at each segment's beginning (reverse: end), that after all of them, and the decay of all."""
+    sizes = plan.sizes
+    starts = torch.empty_like(states)
+    end = states.new_empty((sizes.batch, sizes.heads, sizes.key, sizes.value))
+    width = decays.shape[2]
+    whole = states.new_empty((sizes.batch, sizes.heads, width))
+    rows, columns = min(plan.width, 32), min(64, triton.next_power_of_2(sizes.value))
+    grid = (plan.rows, triton.cdiv(sizes.key, rows), triton.cdiv(sizes.value, columns))
+    if boundary is not None:
+        boundary = boundary.contiguous()
+    scan_segments[grid](
+        states, decays, boundary, starts, end, whole, plan.segments,
+        K=sizes.key, V=sizes.value, WIDTH=width, BK=rows, BV=columns, BOUNDARY=boundary is not None,
+        REVERSE=reverse, num_warps=4,
+    )  # fmt: skip
+    return starts, end, whole
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """What these tokens make of a state, as ``chunked.rank_state``; and ``kept``, see ``empty_kept``."""
+    plan = _plan(q, k, v, g)
+    kept = empty_kept(q, k, v, g)
+    states, decays = kept[-2:]
+    if _per_channel(g):
+        queries, keys, totals, strong = kept[:4]
+        channel.prepare[plan.by_segment("prepare")](
+            q, k, v, g, queries, keys, totals, strong, states, decays, scale,
+            *_strides(q), *_strides(k), *_strides(v), *_strides(g), *plan.tokens(),
+            **plan.tiles("prepare"), WIDTH=plan.width, LIMIT=plan.limit,
+        )  # fmt: skip
+        channel.strong_operands[plan.by_group("strong_operands")[:1]](
+            q, k, g, queries, keys, strong, scale,
+            *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(), plan.rows * plan.chunks,
+            **plan.tiles("strong_operands", "K", "BK"), WIDTH=plan.width, CHUNKS=_GROUP,
+        )  # fmt: skip
+    else:
+        if g is not None:
+            to, after, totals, large = kept[:4]
+            head.gate_sums[(plan.rows, triton.cdiv(plan.chunks, 16))](
+                g, to, after, totals, large, *_strides(g, 3), *plan.all_chunks(),
+                CHUNKS=16, CHUNK=CHUNK, LIMIT=_LIMIT_FP32, num_warps=4,
+            )  # fmt: skip
+        _head_states(plan, k, v, kept, states, decays, 1.0, reverse=False)
+    _, state, log_decay = _scan(plan, states, decays, None, reverse=False)
+    return state, log_decay, kept
+
+
+def _head_states(
+    plan: _Plan,
+    operand: Tensor,
+    values: Tensor,
+    kept: list[Tensor],
+    states: Tensor,
+    decays: Tensor,
+    scale: float,
+    *,
+    reverse: bool,
+) -> None:
+    to, after, totals, _ = _sums(kept)
+    head.segment_states[plan.by_segment("segment_states")](
+        operand, values, to if reverse else after, totals, states, decays, scale,
+        *_strides(operand), *_strides(values), *plan.tokens(),
+        **plan.tiles("segment_states"), REVERSE=reverse, GATED=totals is not None,
+    )  # fmt: skip
+
+
+def chunk_pairs(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, kept: list[Tensor], everywhere: bool
+) -> Tensor:
+    """The attention matrices, see ``empty_pairs``: of all chunks, or of those with strong channels only."""
+    pairs = empty_pairs(q, k, v, g, everywhere)
+    plan = _plan(q, k, v, g)
+    if _per_channel(g):
+        channel.chunk_pairs[plan.by_group("chunk_pairs")[:1]](
+            q, k, g, *kept[:2], kept[3], pairs, scale,
+            *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(), plan.rows * plan.chunks,
+            **plan.tiles("chunk_pairs", "K", "BK"), WIDTH=plan.width, CHUNKS=_GROUP, LEVELS=_LEVELS, ALL=everywhere,
+        )  # fmt: skip
+    elif everywhere:
+        to, _, _, large = _sums(kept)
+        head.chunk_pairs[plan.by_chunk("chunk_pairs")[:1]](
+            q, k, g, to, large, pairs,
+            *_strides(q), *_strides(k), *_strides(g, 3), *plan.all_chunks(),
+            **plan.tiles("chunk_pairs", "K", "BK"), GATED=g is not None,
+        )  # fmt: skip
+    return pairs
+
+
+def read_out(
+    pairs: Tensor,
+    kept: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state_in: Tensor | None,
+    scale: float,
+    everywhere: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, V] in q's dtype; with ``save`` the state before each chunk, else nothing."""
+    plan = _plan(q, k, v, g)
+    if state_in is not None:
+        check_state("state_in", state_in, plan.sizes)
+    starts, _, _ = _scan(plan, kept[-2], kept[-1], state_in, reverse=False)
+    o = q.new_empty(v.shape)
+    saved = empty_saved(q, k, v, save)
+    _read(plan, q, k, v, g, pairs, kept, starts, o, saved, scale, reverse=False, pairs_given=everywhere)
+    return o, saved
+
+
+def _read(
+    plan: _Plan,
+    q: Tensor,
+    k: Tensor,
+    values: Tensor,
+    g: Tensor | None,
+    pairs: Tensor,
+    kept: list[Tensor],
+    starts: Tensor,
+    out: Tensor,
+    saved: Tensor,
+    scale: float,
+    *,
+    reverse: bool,
+    pairs_given: bool,
+) -> None:
+    """o from values v; reverse: dv from the gradient of o."""
+    how = {"REVERSE": reverse, "SAVE": saved.numel() > 0, "PAIRS": pairs_given}
+    if _per_channel(g):
+        queries, keys, totals, strong = kept[:4]
+        reader, writer = (keys, queries) if reverse else (queries, keys)
+        channel.read_out[plan.by_segment("read_out")](
+            reader, writer, values, totals, strong, pairs, starts, out, saved,
+            *_strides(values), *_strides(out, 3), *plan.tokens(), **plan.tiles("read_out"), **how,
+        )  # fmt: skip
+        return
+    reader, writer = (k, q) if reverse else (q, k)
+    head.read_out[plan.by_segment("read_out")](
+        reader, writer, values, g, *_sums(kept), pairs, starts, out, saved, scale,
+        *_strides(reader), *_strides(writer), *_strides(values), *_strides(g, 3), *_strides(out, 3), *plan.tokens(),
+        **plan.tiles("read_out"), **how, GATED=g is not None,
+    )  # fmt: skip
+
+
+# ----- backward
+
+
+def prepare_backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, scale: float, kept: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """The gradient that these tokens' outputs give the state before them, as ``chunked.rank_dstate``; and what
+    ``read_out_backward`` goes on from, see ``empty_dkept``."""
+    plan = _plan(q, k, v, g)
+    states, decays = dkept = empty_dkept(q, k, v, g)
+    if _per_channel(g):
+        queries, _, totals, strong = kept[:4]
+        channel.segment_dstates[plan.by_segment("segment_states")](
+            queries, do, totals, strong, states, decays, *_strides(do), *plan.tokens(),
+            **plan.tiles("segment_states"),
+        )  # fmt: skip
+    else:
+        _head_states(plan, q, do, kept, states, decays, scale, reverse=True)
+    _, dstate, _ = _scan(plan, states, decays, None, reverse=True)
+    return dstate, dkept
+
+
+def chunk_pairs_backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, everywhere: bool
+) -> Tensor:
+    """The gradients of all chunks' attention matrices [B*H, chunks, 64, 64]; nothing unless ``everywhere``."""
+    dpairs = empty_dpairs(q, k, v, everywhere)
+    if everywhere:
+        plan = _plan(q, k, v, g)
+        pairs_backward[plan.rows * plan.chunks,](
+            v,
+            do,
+            dpairs,
+            *_strides(v),
+            *_strides(do),
+            *plan.all_chunks(),
+            **plan.tiles("pairs_backward", "V", "BV"),
+        )
+    return dpairs
+
+
+def read_out_backward(
+    pairs: Tensor,
+    dpairs: Tensor,
+    kept: list[Tensor],
+    saved: Tensor,
+    dkept: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    do: Tensor,
+    scale: float,
+    dstate_out: Tensor | None,
+    everywhere: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv, dg in the dtypes of q, k, v, g. ``pairs``, ``kept``, ``saved``: from the forward."""
+    plan = _plan(q, k, v, g)
+    if dstate_out is not None:
+        check_state("dstate_out", dstate_out, plan.sizes)
+    ends, _, _ = _scan(plan, dkept[0], dkept[1], dstate_out, reverse=True)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dg = None if g is None else g.new_empty(g.shape)
+    leaving = torch.empty_like(saved)
+    _read(plan, q, k, do, g, pairs, kept, ends, dv, leaving, scale, reverse=True, pairs_given=everywhere)
+    if _per_channel(g):
+        queries, keys, totals, strong = kept[:4]
+        channel.operands_backward[plan.by_chunk("operands_backward")](
+            queries, keys, v, g, do, dpairs, totals, strong, saved, leaving, dq, dk, dg, scale,
+            *_strides(v), *_strides(g), *_strides(do), *_strides(dq, 3), *plan.all_chunks(),
+            **plan.tiles("operands_backward"), WIDTH=plan.width, GIVEN=everywhere,
+        )  # fmt: skip
+        channel.strong_operands_backward[plan.by_group("strong_operands_backward")](
+            q, k, v, g, do, dpairs, totals, strong, saved, leaving, dq, dk, dg, scale,
+            *_strides(q), *_strides(k), *_strides(v), *_strides(g), *_strides(do), *_strides(dq, 3),
+            *plan.all_chunks(), plan.rows * plan.chunks,
+            **plan.tiles("strong_operands_backward"), WIDTH=plan.width, CHUNKS=_GROUP, LEVELS=_LEVELS,
+            GIVEN=everywhere,
+        )  # fmt: skip
+    else:
+        head.operands_backward[plan.by_chunk("operands_backward")[:1]](
+            q, k, v, g, *_sums(kept), do, dpairs, saved, leaving, dq, dk, dg, scale,
+            *_strides(q), *_strides(k), *_strides(v), *_strides(g, 3), *_strides(do), *_strides(dq, 3),
+            *_strides(dg, 3), *plan.all_chunks(),
+            **plan.tiles("operands_backward"), GIVEN=everywhere, GATED=g is not None,
+        )  # fmt: skip
+    return dq, dk, dv, dg

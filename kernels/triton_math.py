@@ -1,0 +1,80 @@
+"""What the Triton kernels share: tiles of a chunk, sums inside of it, and the exponents that gates make.
+
+Gates are in units of log2, so that every decay is one ``exp2``. A tile is [chunk, channels]; a row past the end of
+the sequence has k = v = q = 0 and log gate 0, which leaves a state as it is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# A gate this small (in log2; -1e4 in natural units) resets: its exponential is 0, and sums of it stay finite.
+RESET: tl.constexpr = tl.constexpr(-14426.950408889634)
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def tile(base, t, row_stride, c, column_stride, tokens, channels):
+    """[len(t), len(c)] from memory of any strides, 0 outside."""
+    return tl.load(
+        base + t[:, None] * row_stride + c[None, :] * column_stride,
+        mask=(t < tokens)[:, None] & (c < channels)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def store_tile(base, x, t, row_stride, c, column_stride, tokens, channels):
+    mask = (t < tokens)[:, None] & (c < channels)[None, :]
+    tl.store(
+        base + t[:, None] * row_stride + c[None, :] * column_stride, x.to(base.dtype.element_ty), mask=mask
+    )
+
+
+@triton.jit
+def store_columns(base, x, t, row_stride, c, wanted, tokens, channels):
+    """Only the ``wanted`` columns, which are mostly all: a mask that differs by column costs the wide stores."""
+    if tl.min(wanted.to(tl.int32), 0) != 0:
+        store_tile(base, x, t, row_stride, c, 1, tokens, channels)
+    else:
+        mask = (t < tokens)[:, None] & ((c < channels) & wanted)[None, :]
+        tl.store(base + t[:, None] * row_stride + c[None, :], x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def log2_gate(g):
+    """A loaded gate in log2 and float32, hard resets made finite. NaN stays NaN, which a maximum would drop."""
+    x = g.to(tl.float32) * LOG2_E
+    return tl.where(x < RESET, RESET, x)
+
+
+@triton.jit
+def gate_tile(base, t, row_stride, c, column_stride, tokens, channels):
+    return log2_gate(tile(base, t, row_stride, c, column_stride, tokens, channels))
+
+
+@triton.jit
+def selected_sums(taken, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """For each row of ``taken`` [rows, rows] (booleans), the sum of the rows of x [rows, columns] that it takes.
+
+    As a product with zeros and ones, which costs a fraction of a scan; what a sum leaves out is multiplied by 0 and
+    costs it no precision. x is taken to 16 bits where everything else has 8, else to 22 or more.
+    """
+    if tl.bfloat16 == DOT:
+        ones = taken.to(tl.bfloat16)
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(ones, high, tl.dot(ones, low))
+    return tl.dot(taken.to(tl.float32), x, input_precision="ieee" if PRECISION == "ieee" else "tf32x3")
+
+
+@triton.jit
+def chunk_factors(total, strong):
+    """What a chunk's total (log2) makes of a state: on the way in to the chunk's operands and out again, and inside.
+
+    With r the total's half, an ordinary channel keeps q exp2(G - r) and k exp2(r - G): the state enters and leaves
+    through exp2(r). A strong one keeps q exp2(G) and k exp2(total - G): all of its decay is inside.
+    """
+    zero = tl.zeros_like(total)
+    return tl.exp2(tl.where(strong != 0, zero, total * 0.5)), tl.exp2(tl.where(strong != 0, total, zero))

@@ -1,0 +1,215 @@
+"""Gated linear attention in Triton kernels as custom ops: the roles of ``attention.py``'s six, for CUDA devices.
+
+    attention.py                          here
+    rank_state, diagonal, combine         prepare, chunk_pairs, read_out
+    rank_dstate, diagonal_backward,       prepare_backward, chunk_pairs_backward, read_out_backward
+        combine_backward
+
+Here a part hands on what it made, so that the next does not make it again: ``kept``, ``saved``, ``dkept`` are lists of
+tensors that only these ops read (``kernels/fused.py`` says what is in them). ``everywhere`` is True where a scan is
+in flight: the attention matrices inside of chunks are then the work that it runs beside.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zeco_compile.kernels.shapes import state_dtype
+from zeco_compile.lowering import op_log
+from zeco_compile.lowering.registry import LOCAL_TAGS, define
+
+# The kernels are imported when an op first runs: Triton is needed for nothing else, and looks for a device.
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    from zeco_compile.kernels import fused
+
+    op_log.record("rank_state")
+    return fused.prepare(q, k, v, g, scale)
+
+
+def _prepare_fake(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    from zeco_compile.kernels import fused
+
+    batch, _, heads, key = q.shape
+    dtype = state_dtype(q, k, v, g)
+    state = q.new_empty((batch, heads, key, v.shape[3]), dtype=dtype)
+    log_decay = q.new_empty((batch, heads, key if g is not None and g.dim() == 4 else 1), dtype=dtype)
+    return state, log_decay, fused.empty_kept(q, k, v, g)
+
+
+def _chunk_pairs(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, kept: list[Tensor], everywhere: bool
+) -> Tensor:
+    from zeco_compile.kernels import fused
+
+    op_log.record("diagonal")
+    return fused.chunk_pairs(q, k, v, g, scale, kept, everywhere)
+
+
+def _chunk_pairs_fake(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, kept: list[Tensor], everywhere: bool
+) -> Tensor:
+    from zeco_compile.kernels import fused
+
+    return fused.empty_pairs(q, k, v, g, everywhere)
+
+
+def _read_out(
+    pairs: Tensor,
+    kept: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state_in: Tensor | None,
+    scale: float,
+    everywhere: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    from zeco_compile.kernels import fused
+
+    op_log.record("combine")
+    return fused.read_out(pairs, kept, q, k, v, g, state_in, scale, everywhere, save)
+
+
+def _read_out_fake(
+    pairs: Tensor,
+    kept: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state_in: Tensor | None,
+    scale: float,
+    everywhere: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    from zeco_compile.kernels import fused
+
+    return q.new_empty(v.shape), fused.empty_saved(q, k, v, save)
+
+
+def _prepare_backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, scale: float, kept: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    from zeco_compile.kernels import fused
+
+    op_log.record("rank_dstate")
+    return fused.prepare_backward(q, k, v, g, do, scale, kept)
+
+
+def _prepare_backward_fake(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, scale: float, kept: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    from zeco_compile.kernels import fused
+
+    batch, _, heads, key = q.shape
+    dstate = q.new_empty((batch, heads, key, v.shape[3]), dtype=state_dtype(q, k, v, g))
+    return dstate, fused.empty_dkept(q, k, v, g)
+
+
+def _chunk_pairs_backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, everywhere: bool
+) -> Tensor:
+    from zeco_compile.kernels import fused
+
+    op_log.record("diagonal_backward")
+    return fused.chunk_pairs_backward(q, k, v, g, do, everywhere)
+
+
+def _chunk_pairs_backward_fake(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, everywhere: bool
+) -> Tensor:
+    from zeco_compile.kernels import fused
+
+    return fused.empty_dpairs(q, k, v, everywhere)
+
+
+def _read_out_backward(
+    pairs: Tensor,
+    dpairs: Tensor,
+    kept: list[Tensor],
+    saved: Tensor,
+    dkept: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    do: Tensor,
+    scale: float,
+    dstate_out: Tensor | None,
+    everywhere: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from zeco_compile.kernels import fused
+
+    op_log.record("combine_backward")
+    dq, dk, dv, dg = fused.read_out_backward(
+        pairs, dpairs, kept, saved, dkept, q, k, v, g, do, scale, dstate_out, everywhere
+    )
+    return dq, dk, dv, q.new_empty((0,)) if dg is None else dg
+
+
+def _read_out_backward_fake(
+    pairs: Tensor,
+    dpairs: Tensor,
+    kept: list[Tensor],
+    saved: Tensor,
+    dkept: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    do: Tensor,
+    scale: float,
+    dstate_out: Tensor | None,
+    everywhere: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dg = q.new_empty((0,)) if g is None else g.new_empty(g.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dg
+
+
+_QKVG = "Tensor q, Tensor k, Tensor v, Tensor? g"
+
+define(
+    f"prepare({_QKVG}, float scale) -> (Tensor state, Tensor log_decay, Tensor[] kept)",
+    _prepare,
+    _prepare_fake,
+    LOCAL_TAGS,
+)
+define(
+    f"chunk_pairs({_QKVG}, float scale, Tensor[] kept, bool everywhere) -> Tensor",
+    _chunk_pairs,
+    _chunk_pairs_fake,
+    LOCAL_TAGS,
+)
+define(
+    f"read_out(Tensor pairs, Tensor[] kept, {_QKVG}, Tensor? state_in, float scale, bool everywhere, bool save) "
+    "-> (Tensor o, Tensor saved)",
+    _read_out,
+    _read_out_fake,
+    LOCAL_TAGS,
+)
+define(
+    f"prepare_backward({_QKVG}, Tensor do, float scale, Tensor[] kept) -> (Tensor dstate, Tensor[] dkept)",
+    _prepare_backward,
+    _prepare_backward_fake,
+    LOCAL_TAGS,
+)
+define(
+    f"chunk_pairs_backward({_QKVG}, Tensor do, bool everywhere) -> Tensor",
+    _chunk_pairs_backward,
+    _chunk_pairs_backward_fake,
+    LOCAL_TAGS,
+)
+define(
+    f"read_out_backward(Tensor pairs, Tensor dpairs, Tensor[] kept, Tensor saved, Tensor[] dkept, {_QKVG}, Tensor do, "
+    "float scale, Tensor? dstate_out, bool everywhere) -> (Tensor, Tensor, Tensor, Tensor)",
+    _read_out_backward,
+    _read_out_backward_fake,
+    LOCAL_TAGS,
+)
