@@ -149,7 +149,8 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
         "strong_operands": Launch(narrow if wide else half, 0, 4, 1),
         "chunk_pairs": Launch(narrow if wide else half, 0, 4, 1),
         "segment_states": Launch(width, columns, warps, 2 if wide else 3),
-        "read_out": Launch(width, columns, warps, 2),
+        "read_out": Launch(width, columns, warps, 2 if wide else 3),
+        "read_out_saving": Launch(width, columns, warps, 2),
         "pairs_backward": Launch(0, across, 4, 2),
         "operands_backward": Launch(narrow if wide else half, across, 4, 2 if wide else 3),
         "strong_operands_backward": Launch(narrow, across, 4, 2),
@@ -388,20 +389,21 @@ def _read(
     pairs_given: bool,
 ) -> None:
     """o from values v; reverse: dv from the gradient of o."""
-    how = {"REVERSE": reverse, "SAVE": saved.numel() > 0, "PAIRS": pairs_given}
+    name = "read_out_saving" if saved.numel() > 0 else "read_out"
+    how = {"REVERSE": reverse, "SAVE": saved.numel() > 0, "PAIRS": pairs_given, **plan.tiles(name)}
     if _per_channel(g):
         queries, keys, totals, strong = kept[:4]
         reader, writer = (keys, queries) if reverse else (queries, keys)
-        channel.read_out[plan.by_segment("read_out")](
+        channel.read_out[plan.by_segment(name)](
             reader, writer, values, totals, strong, pairs, starts, out, saved,
-            *_strides(values), *_strides(out, 3), *plan.tokens(), **plan.tiles("read_out"), **how,
+            *_strides(values), *_strides(out, 3), *plan.tokens(), **how,
         )  # fmt: skip
         return
     reader, writer = (k, q) if reverse else (q, k)
-    head.read_out[plan.by_segment("read_out")](
+    head.read_out[plan.by_segment(name)](
         reader, writer, values, g, *_sums(kept), pairs, starts, out, saved, scale,
         *_strides(reader), *_strides(writer), *_strides(values), *_strides(g, 3), *_strides(out, 3), *plan.tokens(),
-        **plan.tiles("read_out"), **how, GATED=g is not None,
+        **how, GATED=g is not None,
     )  # fmt: skip
 
 
