@@ -20,6 +20,7 @@ from zeco_compile.passes.losses import over_windows
 from zeco_compile.passes.plans import Plan, Ranks, settled
 from zeco_compile.passes.report import Communication, Decision, Report, op_name, user_op_name
 from zeco_compile.passes.sharding_rules import plan
+from zeco_compile.passes.sorted_rows import departure
 
 Fallback = Callable[[Analysis, fx.Node], Plan | None]
 
@@ -136,6 +137,8 @@ def _why(
     else:
         what = f"it looks at other positions ({', '.join(sorted(kinds))} along the sequence: `{operation}`)"
     text = f"{what}, and no rule says how to compute it on a slice."
+    if (departs := departure(analysis, node)) is not None:
+        return f"{text} {departs}"
     if (attempt := _nearest(analysis, user_node, attempts)) is not None:
         end, reason = attempt
         where = user_location(end)

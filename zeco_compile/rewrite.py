@@ -1,6 +1,7 @@
 """The rewriting of a graph, pass by pass: each analyses the graph as the one before has left it.
 
 by name         operators of this package, called or substituted, get their group
+sorted rows     rows that are sorted, worked on one by one or by group, and sorted back, are left alone
 loops           what the steps of a loop compute from their own tokens alone moves out of it
 by meaning      regions that compute linear attention become the operator
 running sums    what remains of cumulative sums
@@ -21,7 +22,18 @@ from zeco_compile import second_look
 from zeco_compile.debug import DebugDump
 from zeco_compile.lowering import volume
 from zeco_compile.lowering.all_scan import resolve_schedule
-from zeco_compile.passes import by_name, checkpoints, gather, keys, length, loops, recognize, shard, verify
+from zeco_compile.passes import (
+    by_name,
+    checkpoints,
+    gather,
+    keys,
+    length,
+    loops,
+    recognize,
+    shard,
+    sorted_rows,
+    verify,
+)
 from zeco_compile.passes.analysis import Analysis, analyse
 from zeco_compile.passes.branches import Assumptions, assumptions, refuse_constant_slices
 from zeco_compile.passes.errors import LengthInValue
@@ -91,6 +103,7 @@ def rewrite(
     report.seq_inputs = {i.name: i.along for i in first.inputs if i.kind == "argument"}
     passes: list[tuple[str, Callable[[_Rewriting, Analysis, PassRecord], None]]] = [
         ("by_name", _by_name),
+        ("sorted_rows", _sorted_rows),
         ("loops", _loops),
         ("by_meaning", _by_meaning),
     ]
@@ -144,7 +157,7 @@ def _look_again(work: _Rewriting, seen: list[second_look.Step], length: Any) -> 
         if length == 1:
             return second_look.user_steps(gm)
         again = replace(work, gm=gm, example_inputs=example_inputs, report=Report(), attempts=[], masks={})
-        for run in (_by_name, _loops, _by_meaning, _running_sums):
+        for run in (_by_name, _sorted_rows, _loops, _by_meaning, _running_sums):
             analysis = again.analyse()
             assert analysis is not None, "the inputs are the same, but for their length"
             run(again, analysis, PassRecord(run.__name__, 0.0, 0))
@@ -220,6 +233,10 @@ def _by_name(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     found = by_name.wire_by_name(analysis, work.wiring, len(work.report.regions))
     work.report.regions += found
     record.matches = len(found)
+
+
+def _sorted_rows(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = sorted_rows.settle_sorted_rows(analysis, work.report.decisions)
 
 
 def _loops(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
