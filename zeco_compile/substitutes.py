@@ -256,6 +256,8 @@ _CONV_STATE = (
 )
 
 _HF_PACKED = {"cu_seqlens": _PACKED, "seq_idx": _PACKED}
+# what else the model returns: its layers hand on all keyword arguments that they are given
+_HF_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
 
 
 def _hf(model: str) -> str:
@@ -269,6 +271,7 @@ SUBSTITUTES: tuple[Substitute, ...] = (
             "mamba2_chunk_scan",
             transformers_layers.mamba2_chunk_scan,
             _HF_PACKED | {"z": "the gate is applied behind the scan."},
+            _HF_OUTPUTS,
         )
         for model in ("mamba2", "bamba", "zamba2", "falcon_h1", "nemotron_h", "granitemoehybrid")
     ),
@@ -278,7 +281,7 @@ SUBSTITUTES: tuple[Substitute, ...] = (
             "mamba_selective_scan",
             transformers_layers.mamba_selective_scan,
             _HF_PACKED,
-            ("use_mambapy", "use_associative_scan"),
+            ("use_mambapy", "use_associative_scan", *_HF_OUTPUTS),
         )
         for model in ("mamba", "falcon_mamba", "jamba", "zamba")
     ),
