@@ -102,7 +102,7 @@ def _along(analysis: Analysis, node: fx.Node) -> tuple[str, ...]:
     """How the op acts along the sequence, and which rows its result has: a slice takes all of a short sequence."""
     track = analysis.track
     if analysis.is_constant(node):
-        return ()
+        return tuple(_elsewhere(analysis, node))  # `ones(T).sum()`; what is done to masks says nothing
     rows = [track.axes.window_of(track.dims(node)[dim]) for dim in track.sequence_dims(node)]
     kinds = (action.kind for action in track.acts_along_sequence(node))
     return (*kinds, *map(str, rows), *_elsewhere(analysis, node))
