@@ -697,6 +697,10 @@ def softmax_attention(track: Tracking, node: fx.Node) -> None:
     q, k, v = (track.dims(n) for n in (operand(node, 0), operand(node, 1), operand(node, 2)))
     for dim in (q[-2], k[-2], v[-2], q[-1], k[-1]):
         track.act(node, dim, "attend")
+    names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
+    mask = next((argument(node, name) for name in ("attn_mask", "attn_bias") if name in names), None)
+    if isinstance(mask, fx.Node):
+        track.broadcast([(*q[:-1], k[-2]), track.dims(mask)])
     out = (*q[:-1], v[-1])
     track.outs(node, [out, *(track.fresh_dims(s, "statistics") for s in track.output_sizes(node)[1:])])
 
@@ -844,7 +848,9 @@ def track_region(whole: Tracking, given: Iterable[fx.Node], interior: Iterable[f
                 break
             track.out(current, dims)
             named.add(current)
-            sources = [n for n in current.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+            sources = [
+                n for n in tensors(current) if n.meta["val"].dtype is not torch.bool
+            ]  # a mask beside it
             if len(sources) != 1:
                 break
             current, steps = sources[0], steps + 1

@@ -84,9 +84,16 @@ def shard(
         found.apply(ranks)
     replaced = {node for found in plans.values() for node in found.covers}
     for node in reversed(list(analysis.gm.graph.nodes)):
-        if node in replaced and not node.users:
+        idle = _does_nothing(analysis, node) and not replaced.isdisjoint(node.all_input_nodes)
+        if (node in replaced or idle) and not node.users:
             analysis.gm.graph.erase_node(node)
     return len(plans)
+
+
+def _does_nothing(analysis: Analysis, user_node: fx.Node) -> bool:
+    """Dynamo keeps calls whose results nobody reads: `mask.to(device)`, which is `mask`."""
+    shadow, calls = analysis.shadow, user_node.op in ("call_function", "call_method")
+    return calls and user_node not in shadow.writes and not shadow.groups.get(user_node)
 
 
 def refuse_mixed(

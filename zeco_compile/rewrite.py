@@ -68,6 +68,7 @@ class _Rewriting:
     attempts: list[tuple[fx.Node, str]]
     masks: dict[int, Buffer]
     output_dims: list[int | None] | None = None
+    look: second_look.SecondLook | None = None
 
     def analyse(self) -> Analysis | None:
         return analyse(self.gm, self.example_inputs, self.settings.seq_dim)
@@ -107,13 +108,13 @@ def rewrite(
         ("loops", _loops),
         ("by_meaning", _by_meaning),
     ]
-    seen: list[second_look.Step] | None = None
+    assumed_there: list[Assumptions] = []
     whole = first.real_length * ranks.world_size
     broken = assumed.broken(whole) if ranks.world_size > 1 else None
     if ranks.world_size > 1:
         if first.length == 1:
             refuse_constant_slices(first)
-            seen = second_look.user_steps(gm)
+            work.look = _second_look(work, second_look.user_steps(gm), first.length, assumed_there)
         passes += [
             ("running_sums", _running_sums),
             ("length", _length),
@@ -126,8 +127,9 @@ def rewrite(
             if analysis is None:
                 analysis = work.analyse()
                 assert analysis is not None, "the inputs are the same in every pass"
-            if name == "length" and seen is None and (isinstance(first.length, int) or broken is not None):
-                seen = second_look.steps_of(analysis)
+            another = isinstance(first.length, int) or broken is not None
+            if name == "length" and work.look is None and another:
+                work.look = _second_look(work, second_look.steps_of(analysis), first.length, assumed_there)
             run(work, analysis, record)
             if record.matches:
                 gm.graph.lint()
@@ -136,19 +138,21 @@ def rewrite(
         dump.graph(f"after_{name}", gm)
     if ranks.world_size > 1:
         report.communication[:0] = _scans(work)
-    if seen is not None:
+    if work.look is not None:
         try:
-            assumed.equal.append(_look_again(work, seen, first.length))
+            work.look.compare()
         except LengthInValue as another_program:
             if broken is None:
                 raise
             raise assumed.refusal(broken, whole) from another_program
+        assumed.equal.append(assumed_there[-1])
     return Rewritten(list(work.masks.values()), work.output_dims)
 
 
-def _look_again(work: _Rewriting, seen: list[second_look.Step], length: Any) -> Assumptions:
-    """Refuses a model that is another program for a longer sequence; returns what the trace of that assumes."""
-    assumed: list[Assumptions] = []
+def _second_look(
+    work: _Rewriting, seen: list[second_look.Step], length: Any, assumed: list[Assumptions]
+) -> second_look.SecondLook:
+    """A look at the model as a longer sequence has it; what the trace of that assumes is added to `assumed`."""
 
     def steps(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[second_look.Step]:
         checkpoints.inline_checkpoints(gm)
@@ -156,7 +160,9 @@ def _look_again(work: _Rewriting, seen: list[second_look.Step], length: Any) -> 
         assumed.append(assumptions(gm, inputs, example_inputs))
         if length == 1:
             return second_look.user_steps(gm)
-        again = replace(work, gm=gm, example_inputs=example_inputs, report=Report(), attempts=[], masks={})
+        again = replace(
+            work, gm=gm, example_inputs=example_inputs, report=Report(), attempts=[], masks={}, look=None
+        )
         for run in (_by_name, _sorted_rows, _loops, _by_meaning, _running_sums):
             analysis = again.analyse()
             assert analysis is not None, "the inputs are the same, but for their length"
@@ -166,7 +172,7 @@ def _look_again(work: _Rewriting, seen: list[second_look.Step], length: Any) -> 
         assert analysis is not None, "the inputs are the same, but for their length"
         return second_look.steps_of(analysis)
 
-    second_look.look_again(
+    return second_look.SecondLook(
         work.gm,
         work.example_inputs,
         work.settings.seq_dim,
@@ -175,7 +181,6 @@ def _look_again(work: _Rewriting, seen: list[second_look.Step], length: Any) -> 
         seen,
         steps,
     )
-    return assumed[-1]
 
 
 def _scans(work: _Rewriting) -> list[Communication]:
@@ -274,6 +279,8 @@ def _length(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
 
 
 def _shard(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    if work.look is not None and isinstance(analysis.length, int):
+        analysis.at_whole_length = work.look.at_whole_length
     fallback = gather.gather_region if work.settings.on_unsupported == "gather" else None
     record.matches = shard.shard(analysis, work.ranks, work.report, attempts=work.attempts, fallback=fallback)
 
