@@ -231,7 +231,9 @@ class _Region:
         for way in ways:
             try:
                 if (write := way(part)) is not None:
-                    self._check_sizes(part, made=way == self._interior)
+                    if way != self._cut_from_whole:
+                        self._check_axes(part, made=way == self._interior)
+                    self._check_sizes(part)
                     if way == self._leaf:
                         self.leaves.add(part)
                     return write
@@ -247,7 +249,7 @@ class _Region:
         part = _Part(node, (), whole=True)
         if part not in self.steps:
             write = self._whole(part)
-            self._check_sizes(part, made=False)
+            self._check_sizes(part)
             self.steps[part] = write
         return part
 
@@ -321,9 +323,14 @@ class _Region:
         made = node.meta.get("val")
         along = analysis.track.sequence_dims(node)
         holder = self._held.get(node)
-        if holder is not None and analysis.state(node) is State.LOCAL and not along:
-            return lambda writer: current(holder)
-        self.at_whole_length(node)
+        local = holder is not None and analysis.state(node) is State.LOCAL and not along
+        # with a constant length, an axis of constants may be the sequence and not be known as it
+        if (
+            local
+            and not self._grows(node)
+            and not (isinstance(analysis.length, int) and analysis.is_constant(node))
+        ):
+            return lambda writer: current(holder)  # type: ignore[arg-type]
         if not isinstance(made, torch.Tensor) or (
             made.dtype.is_floating_point and not analysis.is_constant(node)
         ):
@@ -543,18 +550,24 @@ class _Region:
             return first
         raise _Unfit(f"the size {expression} is not one of an input")
 
-    def _check_sizes(self, part: _Part, made: bool) -> None:
-        """Raises _Unfit for a size or a number that is none of the inputs' sizes, nor computed from them; and for an
-        axis of a value that is `made` here, if it is as long as the slice and none along the sequence."""
+    def _check_axes(self, part: _Part, made: bool) -> None:
+        """Raises _Unfit for an axis that has no role, though its size depends on the length: one of a value `made` here
+        if that is a symbol, of any value if another trace shows it."""
         length = sympy.sympify(self.analysis.length).free_symbols
-        sizes = part.node.meta["val"].shape
-        whole = self.at_whole_length(part.node).meta["val"].shape if made else sizes
-        for size, other, role in zip(sizes, whole, part.roles, strict=True) if made else ():
-            expression = sympy.sympify(size_of(size))
-            if role is None and (
-                expression.free_symbols & length or not same_size(expression, size_of(other))
-            ):
-                raise _Unfit(f"`{part.node}` has an axis of the size {expression} that is not followed")
+        sizes, whole = (n.meta["val"].shape for n in (part.node, self.at_whole_length(part.node)))
+        for dim, role in enumerate(part.roles):
+            size = sympy.sympify(size_of(sizes[dim]))
+            depends = not same_size(size, size_of(whole[dim])) or (made and bool(size.free_symbols & length))
+            if role is None and depends:
+                raise _Unfit(f"`{part.node}` has an axis of the size {size} that is not followed")
+
+    def _grows(self, node: fx.Node) -> bool:
+        """Another trace shows that the value is larger for a longer sequence."""
+        sizes, whole = (n.meta["val"].shape for n in (node, self.at_whole_length(node)))
+        return not all(same_size(size_of(a), size_of(b)) for a, b in zip(sizes, whole, strict=True))
+
+    def _check_sizes(self, part: _Part) -> None:
+        """Raises _Unfit for a size or a number that is none of the inputs' sizes, nor computed from them."""
         numbers = [n.meta["val"] for n in part.node.all_input_nodes if n not in tensors(part.node)]
         for number in [*part.node.meta["val"].shape, *numbers]:
             if isinstance(number, torch.SymFloat | torch.SymBool | float):

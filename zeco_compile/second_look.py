@@ -125,7 +125,9 @@ def _elsewhere(analysis: Analysis, node: fx.Node) -> Iterator[str]:
         source = operand(node, 0)
         dim = argument(node, "dim", 0) % source.meta["val"].dim()
         if dim not in analysis.track.sequence_dims(source):
-            yield from (f"at {each}" for each in node.args[2:])
+            # of a table as many rows are taken as the sequence has, or they could not run along it
+            count = 1 if analysis.is_table_lookup(node) else len(node.args)
+            yield from (f"at {each}" for each in node.args[2:][:count])
 
 
 def user_steps(gm: fx.GraphModule) -> list[Step]:
@@ -275,6 +277,10 @@ class SecondLook:
     def at_whole_length(self, node: fx.Node) -> fx.Node | None:
         """The same op in the other trace, with its numbers as they are there; None where there is no such op, or the
         other trace is not of the whole sequence. That both traces are the same program is for `compare` to say."""
+        if node.target is operator.getitem:
+            source = self.at_whole_length(operand(node, 0))
+            parts = [] if source is None else [n for n in source.users if n.target is operator.getitem]
+            return next((n for n in parts if n.args[1] == node.args[1]), None)
         second, place = self.second, self._places.get(node)
         if place is None or len(second) != len(self.first) or self.longer != self.length * self.world_size:
             return None
