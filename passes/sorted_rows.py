@@ -123,7 +123,7 @@ _SAME = (
 _ORDERED_TYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 """Types in which numbers of rows, and keys that are compared, stay in their order."""
 
-_COUNTING = {
+_COUNTING: dict[Any, tuple[_Kind, _Kind]] = {
     aten.histc.default: (_Kind.KEYS, _Kind.COUNTS),
     aten.cumsum.default: (_Kind.COUNTS, _Kind.ENDS),
 }  # fmt: skip

@@ -89,7 +89,8 @@ def register() -> list[str]:
     Each function object is registered once. One for which somebody else has registered a replacement keeps that.
     """
     new = []
-    for each in (*SUBSTITUTES, *UNSUPPORTED):
+    known: tuple[Substitute | Unsupported, ...] = (*SUBSTITUTES, *UNSUPPORTED)
+    for each in known:
         module = sys.modules.get(each.module)
         # not getattr: a module may import others to answer it
         library = None if module is None else vars(module).get(each.name)
