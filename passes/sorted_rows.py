@@ -31,6 +31,7 @@ from torch import fx
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis
 from zeco_compile.passes.axes import Dim, Dims
 from zeco_compile.passes.axis_rules import is_grouped_product, visit
+from zeco_compile.passes.length import VALUES, uses_of_length
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.plans import mixing_nodes, settle, settled
 from zeco_compile.passes.report import Decision, op_name
@@ -197,6 +198,8 @@ class _Region:
             for other in mixing_nodes(self.analysis, user_node):
                 if other not in ours:
                     raise _Departs(other, "it looks at other positions besides.")
+            if uses_of_length(self.analysis, user_node) & VALUES:
+                raise _Departs(node, f"`{op_name(node)}` takes a number from the length.")
             out[user_node] = None
         return list(out)
 

@@ -208,6 +208,8 @@ class SecondLook:
     steps: Callable[[fx.GraphModule, Sequence[Any]], list[Step]]
     length: int = 0
     longer: int = 0
+    asked: set[fx.Node] = field(default_factory=set)
+    """The ops of the first trace that `at_whole_length` has been asked for."""
 
     @cached_property
     def second(self) -> list[Step]:
@@ -262,7 +264,9 @@ class SecondLook:
         # is of no consequence.
         there = set(self.gm.graph.nodes)
         gone = {
-            place for place, step in enumerate(self.first) if step.is_constant and step.user_node not in there
+            place
+            for place, step in enumerate(self.first)
+            if step.is_constant and step.node in self.asked and step.user_node not in there
         }
 
         def seen(steps: list[Step]) -> list[Step]:
@@ -277,6 +281,7 @@ class SecondLook:
     def at_whole_length(self, node: fx.Node) -> fx.Node | None:
         """The same op in the other trace, with its numbers as they are there; None where there is no such op, or the
         other trace is not of the whole sequence. That both traces are the same program is for `compare` to say."""
+        self.asked.add(node)
         if node.target is operator.getitem:
             source = self.at_whole_length(operand(node, 0))
             parts = [] if source is None else [n for n in source.users if n.target is operator.getitem]

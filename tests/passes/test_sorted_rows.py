@@ -218,6 +218,19 @@ def test_rows_do_not_come_back(name: str) -> None:
     assert all(_departures(Experts(NOT_BACK[name])))
 
 
+def test_a_number_from_the_length_is_refused() -> None:
+    def back(at: At) -> Tensor:
+        return torch.zeros_like(at.x).index_add(0, at.order // at.k, at.rows, alpha=1 / at.order.size(0))
+
+    assert_refused(
+        lambda: Experts(back),
+        _inputs,
+        world_size=2,
+        error=UnsupportedOp,
+        match="takes a number from the length",
+    )
+
+
 def test_a_departure_is_refused_with_its_line() -> None:
     assert_refused(
         lambda: Experts(_inverse_written, DEPARTURES["a capacity"][0]),
