@@ -586,7 +586,8 @@ class _Region:
     def plan(self, apply: Callable[[Ranks], None]) -> Plan:
         if not self.gathered:
             raise _Unfit("no keys run along the sequence")
-        if isinstance(self.analysis.length, int) and self.analysis.at_whole_length is None:
+        constant = isinstance(self.analysis.length, int) and self.analysis.length != 1
+        if constant and self.analysis.at_whole_length is None:
             apply = _not_applied
         computed_again = [part.node for part in self.steps if part not in self.leaves]
         if (against := reason_against(self.analysis, computed_again, self.user_node)) is not None:

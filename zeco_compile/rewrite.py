@@ -279,7 +279,7 @@ def _length(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
 
 
 def _shard(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
-    if work.look is not None and isinstance(analysis.length, int):
+    if work.look is not None and isinstance(analysis.length, int) and analysis.length > 1:
         analysis.at_whole_length = work.look.at_whole_length
     fallback = gather.gather_region if work.settings.on_unsupported == "gather" else None
     record.matches = shard.shard(analysis, work.ranks, work.report, attempts=work.attempts, fallback=fallback)
