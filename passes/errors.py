@@ -113,8 +113,6 @@ class UnsupportedFunction(CompileError):
                 "use a layer whose state decays by numbers (gated linear attention, Mamba-2, retention) in its place",
                 "or compile what is before and after this layer, and call it on the whole sequence "
                 "(zeco_compile.gather_sequence, shard_sequence)",
-                'or set options={"on_unsupported": "gather"}, to look for what can be computed on the whole sequence '
-                "on every rank",
             ],
         )
 
