@@ -5,7 +5,8 @@ where the code loops over the length, takes `math.log` of it, or has one token p
 may be the length of the slice, a step may be special (`if t == 0`, `t % 64 == 0`), and nothing shows it. And a trace
 with a symbol may have taken a way that the whole sequence would not have taken (`if T % chunk: pad`). So the
 user's function is traced once more, on longer inputs, and both traces are compared: what differs depends on the
-length in a way that is not known, and is refused.
+length in a way that is not known, and is refused. Masks and positions, which softmax attention needs for the whole
+sequence, take their numbers from the second trace (`SecondLook.at_whole_length`, passes/keys.py).
 
 Nothing is run: the inputs of the second trace are the given ones, repeated.
 """
