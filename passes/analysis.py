@@ -103,6 +103,10 @@ class Analysis:
 
     _constants: set[fx.Node] = field(default_factory=set)
 
+    at_whole_length: Callable[[fx.Node], fx.Node | None] | None = None
+    """Where the length is a constant: the op of this shadow graph in a trace of the whole sequence, None if that has
+    no such op. Not known before the last passes."""
+
     from_sums: set[fx.Node] = field(default_factory=set)
     """Values computed from a sum over (a part of) the sequence that a rule will make right, and not from a region:
     a state of chunks looks like that, too."""

@@ -33,6 +33,8 @@ def rule_for(target: Any) -> Rule | None:
     packet = getattr(target, "overloadpacket", None)
     if packet in _RULES:
         return _RULES[packet]
+    if is_grouped_product(target):
+        return grouped_product
     tags = getattr(target, "tags", ())
     if torch.Tag.pointwise in tags:
         return pointwise
@@ -409,6 +411,26 @@ def dot(track: Tracking, node: fx.Node) -> None:
     track.out(node, ())
 
 
+_GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
+"""By name: a library's ops are there when it has been imported."""
+
+
+def is_grouped_product(target: Any) -> bool:
+    """An op that multiplies rows [S, K] with the weights [E, K, N] of their group; `offs` [E] says where groups end."""
+    return isinstance(target, torch._ops.OpOverload) and target.name().split(".")[0] in _GROUPED_PRODUCTS
+
+
+def grouped_product(track: Tracking, node: fx.Node) -> None:
+    a, b = (track.dims(n) for n in (operand(node, 0), operand(node, 1)))
+    if (len(a), len(b)) != (2, 3) or not isinstance(argument(node, "offs"), fx.Node):
+        track.opaque(node, "groups of what is contracted")
+        return
+    track.act(node, track.unified(node, a[1], b[1]), "contract")
+    track.act(node, a[0], "group")  # which weights a row gets depends on its place
+    track.act(node, b[0], "look-up")
+    track.out(node, (a[0], b[2]))
+
+
 @rule(*_ops("convolution", "_convolution"))
 def convolution(track: Tracking, node: fx.Node) -> None:
     source, weight, bias = operand(node, 0), operand(node, 1), node.args[2]
@@ -567,6 +589,49 @@ def scatter(track: Tracking, node: fx.Node) -> None:
     track.out(node, tuple(dims))
 
 
+@rule(*_ops("index_put"))
+def index_put(track: Tracking, node: fx.Node) -> None:
+    into, values = operand(node, 0), operand(node, 2)
+    indices: list[Any] = list(node.args[1])  # type: ignore[arg-type]
+    dims = list(track.dims(into))
+    given = [i for i, each in enumerate(indices) if each is not None]
+    if (
+        len(given) != 1
+        or len(shape(indices[given[0]])) != 1
+        or indices[given[0]].meta["val"].dtype is torch.bool
+    ):
+        track.opaque(node, "rows that are written to several places")
+        return
+    (at,) = given
+    places = track.dims(indices[at])
+    if same_size(shape(into)[at], shape(indices[at])[0]):  # as many as there are: perhaps each of them once
+        dims[at] = track.unified(node, dims[at], places[0])
+    track.broadcast([(*dims[:at], *places, *dims[at + 1 :]), track.dims(values)])
+    track.act(node, dims[at], "scatter")
+    track.act(node, places[0], "scatter")
+    track.out(node, tuple(dims))
+
+
+@rule(*_ops("index_add"))
+def index_add(track: Tracking, node: fx.Node) -> None:
+    into, places, source = operand(node, 0), operand(node, 2), operand(node, 3)
+    dims = list(track.dims(into))
+    at = _positive(argument(node, "dim"), len(dims))
+    rest = track.broadcast(
+        [(*dims[:at], (), *dims[at + 1 :]), (*track.dims(source)[:at], (), *track.dims(source)[at + 1 :])]
+    )
+    track.act(node, dims[at], "scatter")
+    track.act(node, track.unified(node, track.dims(source)[at], track.dims(places)[0]), "scatter")
+    track.out(node, (*rest[:at], dims[at], *rest[at + 1 :]))
+
+
+@rule(*_ops("histc"))
+def histogram(track: Tracking, node: fx.Node) -> None:
+    for dim in track.dims(operand(node, 0)):
+        track.act(node, dim, "reduce")
+    track.out(node, track.fresh_dims(shape(node), "bins"))
+
+
 @rule(*_ops("nll_loss_forward"))
 def nll_loss(track: Tracking, node: fx.Node) -> None:
     source, target = operand(node, 0), operand(node, 1)
@@ -632,6 +697,10 @@ def softmax_attention(track: Tracking, node: fx.Node) -> None:
     q, k, v = (track.dims(n) for n in (operand(node, 0), operand(node, 1), operand(node, 2)))
     for dim in (q[-2], k[-2], v[-2], q[-1], k[-1]):
         track.act(node, dim, "attend")
+    names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
+    mask = next((argument(node, name) for name in ("attn_mask", "attn_bias") if name in names), None)
+    if isinstance(mask, fx.Node):
+        track.broadcast([(*q[:-1], k[-2]), track.dims(mask)])
     out = (*q[:-1], v[-1])
     track.outs(node, [out, *(track.fresh_dims(s, "statistics") for s in track.output_sizes(node)[1:])])
 
@@ -779,7 +848,9 @@ def track_region(whole: Tracking, given: Iterable[fx.Node], interior: Iterable[f
                 break
             track.out(current, dims)
             named.add(current)
-            sources = [n for n in current.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+            sources = [
+                n for n in tensors(current) if n.meta["val"].dtype is not torch.bool
+            ]  # a mask beside it
             if len(sources) != 1:
                 break
             current, steps = sources[0], steps + 1

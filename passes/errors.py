@@ -100,6 +100,23 @@ class UnsupportedArgument(CompileError):
         )
 
 
+class UnsupportedFunction(CompileError):
+    """A library function is known to compute along the sequence what cannot be split over ranks."""
+
+    def __init__(self, function: str, why: str, *, stack: str | None = None) -> None:
+        self.function = function
+        super().__init__(
+            f"`{function}` cannot be computed on one rank's slice of the sequence.",
+            location=innermost_user_frame(stack),
+            why=why,
+            hints=[
+                "use a layer whose state decays by numbers (gated linear attention, Mamba-2, retention) in its place",
+                "or compile what is before and after this layer, and call it on the whole sequence "
+                "(zeco_compile.gather_sequence, shard_sequence)",
+            ],
+        )
+
+
 class GraphBreak(CompileError):
     """The graph ends in a break: the code up to the next graph would run on a slice unseen."""
 

@@ -10,6 +10,10 @@ axis is that of the rows: an axis that has no part in it is one of columns. What
 compared with themselves) is computed twice. Along rows only what is done to each row alone is taken; along columns,
 which are complete, anything. Values that are local to a position are gathered where they are columns, and what is made
 from sizes alone, masks and positions, is made again for the rows of this rank and the columns of all.
+
+Where the length is a constant in the trace, nothing tells a number that is the length, or comes from it, from one that
+merely equals it. But another trace, of the whole sequence, has each op's numbers as they are there (second_look.py,
+which refuses what is another program there): what is made for the whole sequence takes them from that.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import sympy
 import torch
 from torch import fx
 
-from zeco_compile.passes.analysis import Analysis, State
+from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis, State
 from zeco_compile.passes.axes import Atom, Dim
 from zeco_compile.passes.axis_rules import visit
 from zeco_compile.passes.length import VALUES
@@ -91,8 +95,8 @@ def _sdpa(analysis: Analysis, user_node: fx.Node) -> Plan:
         raise _Unfit("a causal mask against keys that are no positions")
     mask = given.get("attn_mask")
     if mask is not None:
-        if isinstance(analysis.length, int):
-            raise _Unfit("with a constant length, a number in the mask might be the length, or come from it")
+        if analysis.length == 1:
+            raise _Unfit("with one token per rank it does not show which axis of the mask is the sequence")
         node = _is_value(analysis.shadow.reads.get((user_node, mask)))
         dims = analysis.track.sequence_dims(node)
         count = node.meta["val"].dim()
@@ -127,8 +131,8 @@ def _numbers(emit: Emit, count: Any, like: fx.Node, offset: Any = 0) -> fx.Node:
 
 def _written_out(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     output = single_output(analysis, user_node)
-    if output is None or isinstance(analysis.length, int):
-        return None  # a number in the code might be the length, or come from it
+    if output is None or analysis.length == 1:
+        return None  # with one token per rank it does not show which axes are the sequence
     if len(analysis.track.sequence_dims(output)) != 1 or analysis.is_window(output):
         return None
     if not _has_softmax(analysis, output):
@@ -213,8 +217,10 @@ class _Region:
         part = _Part(node, roles)
         if part not in self.steps:
             ways = [self._leaf, self._interior, self._cut_from_whole]
-            if any(roles) and self.analysis.is_constant(node):
-                ways.insert(0, self._interior)  # made again: there is no need to send it
+            if self.analysis.is_constant(node) and (any(roles) or node.target in SHAPED_LIKE):
+                ways.insert(
+                    0, self._interior
+                )  # made again: there is no need to send it, or what it is shaped like
             self.steps[part] = self._first(ways, part)
         return part
 
@@ -225,7 +231,9 @@ class _Region:
         for way in ways:
             try:
                 if (write := way(part)) is not None:
-                    self._check_sizes(part, made=way == self._interior)
+                    if way != self._cut_from_whole:
+                        self._check_axes(part, made=way == self._interior)
+                    self._check_sizes(part)
                     if way == self._leaf:
                         self.leaves.add(part)
                     return write
@@ -241,7 +249,7 @@ class _Region:
         part = _Part(node, (), whole=True)
         if part not in self.steps:
             write = self._whole(part)
-            self._check_sizes(part, made=False)
+            self._check_sizes(part)
             self.steps[part] = write
         return part
 
@@ -315,8 +323,14 @@ class _Region:
         made = node.meta.get("val")
         along = analysis.track.sequence_dims(node)
         holder = self._held.get(node)
-        if holder is not None and analysis.state(node) is State.LOCAL and not along:
-            return lambda writer: current(holder)
+        local = holder is not None and analysis.state(node) is State.LOCAL and not along
+        # with a constant length, an axis of constants may be the sequence and not be known as it
+        if (
+            local
+            and not self._grows(node)
+            and not (isinstance(analysis.length, int) and analysis.is_constant(node))
+        ):
+            return lambda writer: current(holder)  # type: ignore[arg-type]
         if not isinstance(made, torch.Tensor) or (
             made.dtype.is_floating_point and not analysis.is_constant(node)
         ):
@@ -493,6 +507,17 @@ class _Region:
             out[source] = tuple(roles)
         return out
 
+    def at_whole_length(self, node: fx.Node) -> fx.Node:
+        """The same op in the trace of the whole sequence; the node itself where the length is a symbol, or where
+        plans are made that will not be applied. Raises _Unfit."""
+        whole = self.analysis.at_whole_length
+        if not isinstance(self.analysis.length, int) or whole is None or node.op != "call_function":
+            return node
+        other = whole(node)
+        if other is None or not isinstance(other.meta.get("val"), torch.Tensor):
+            raise _Unfit(f"`{node}` is not found in the trace of the whole sequence")
+        return other
+
     # ---------------------------------------------------------------------------------------------- into the graph
 
     def emit(self, emit: Emit, ranks: Ranks, parts: Sequence[_Part]) -> list[fx.Node]:
@@ -525,14 +550,24 @@ class _Region:
             return first
         raise _Unfit(f"the size {expression} is not one of an input")
 
-    def _check_sizes(self, part: _Part, made: bool) -> None:
-        """Raises _Unfit for a size or a number that is none of the inputs' sizes, nor computed from them; and for an
-        axis of a value that is `made` here, if it is as long as the slice and none along the sequence."""
+    def _check_axes(self, part: _Part, made: bool) -> None:
+        """Raises _Unfit for an axis that has no role, though its size depends on the length: one of a value `made` here
+        if that is a symbol, of any value if another trace shows it."""
         length = sympy.sympify(self.analysis.length).free_symbols
-        for size, role in zip(part.node.meta["val"].shape, part.roles, strict=True) if made else ():
-            expression = sympy.sympify(size_of(size))
-            if role is None and expression.free_symbols & length:
-                raise _Unfit(f"`{part.node}` has an axis of the size {expression} that is not followed")
+        sizes, whole = (n.meta["val"].shape for n in (part.node, self.at_whole_length(part.node)))
+        for dim, role in enumerate(part.roles):
+            size = sympy.sympify(size_of(sizes[dim]))
+            depends = not same_size(size, size_of(whole[dim])) or (made and bool(size.free_symbols & length))
+            if role is None and depends:
+                raise _Unfit(f"`{part.node}` has an axis of the size {size} that is not followed")
+
+    def _grows(self, node: fx.Node) -> bool:
+        """Another trace shows that the value is larger for a longer sequence."""
+        sizes, whole = (n.meta["val"].shape for n in (node, self.at_whole_length(node)))
+        return not all(same_size(size_of(a), size_of(b)) for a, b in zip(sizes, whole, strict=True))
+
+    def _check_sizes(self, part: _Part) -> None:
+        """Raises _Unfit for a size or a number that is none of the inputs' sizes, nor computed from them."""
         numbers = [n.meta["val"] for n in part.node.all_input_nodes if n not in tensors(part.node)]
         for number in [*part.node.meta["val"].shape, *numbers]:
             if isinstance(number, torch.SymFloat | torch.SymBool | float):
@@ -551,6 +586,9 @@ class _Region:
     def plan(self, apply: Callable[[Ranks], None]) -> Plan:
         if not self.gathered:
             raise _Unfit("no keys run along the sequence")
+        constant = isinstance(self.analysis.length, int) and self.analysis.length != 1
+        if constant and self.analysis.at_whole_length is None:
+            apply = _not_applied
         computed_again = [part.node for part in self.steps if part not in self.leaves]
         if (against := reason_against(self.analysis, computed_again, self.user_node)) is not None:
             raise _Unfit(against)
@@ -564,6 +602,12 @@ class _Region:
             tuple(sent),
             tuple(n for n in computed if n is not None and n.op in ("call_function", "call_method")),
         )
+
+
+def _not_applied(ranks: Ranks) -> None:
+    raise AssertionError(
+        "with a constant length, plans are made with the trace of the whole sequence at hand"
+    )
 
 
 @dataclass
@@ -581,14 +625,17 @@ class _Writer:
     def arguments(
         self, node: fx.Node, sources: Mapping[fx.Node, _Part]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of an op in the graph."""
+        """The arguments of an op in the graph; its numbers are those of the whole sequence's trace, if there is one."""
         names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
+        whole = self.region.at_whole_length(node)
 
-        def given(name: str, value: Any) -> Any:
-            return fx.map_arg(value, lambda n: self.operand(n, sources, name))
+        def given(name: str, value: Any, other: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [given(name, *each) for each in zip(value, other, strict=True)]
+            return self.operand(value, sources, name) if isinstance(value, fx.Node) else other
 
-        args = tuple(given(name, value) for name, value in zip(names, node.args, strict=False))
-        return args, {name: given(name, value) for name, value in node.kwargs.items()}
+        args = tuple(given(*each) for each in zip(names, node.args, whole.args, strict=False))
+        return args, {name: given(name, value, whole.kwargs[name]) for name, value in node.kwargs.items()}
 
     def operand(self, node: fx.Node, sources: Mapping[fx.Node, _Part], name: str) -> Any:
         """A value, or a number that is the argument `name`: where it depends on the length it is that of the whole

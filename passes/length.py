@@ -98,7 +98,7 @@ def globalise_length(analysis: Analysis, world_size: int, decisions: list[Decisi
         if not numbers or _is_number(user_node):
             continue
         # a number that the model returns is a value
-        uses = {"value"} if user_node.op == "output" else _uses(analysis, user_node, symbols)
+        uses = {"value"} if user_node.op == "output" else uses_of_length(analysis, user_node)
         if not uses or uses <= _SIZES:
             continue
         if not uses <= VALUES:
@@ -137,9 +137,10 @@ def _is_number(node: fx.Node) -> bool:
     )
 
 
-def _uses(analysis: Analysis, user_node: fx.Node, symbols: set[Any]) -> set[str]:
+def uses_of_length(analysis: Analysis, user_node: fx.Node) -> set[str]:
     """The names of the arguments of ATen ops in which numbers that depend on the length arrive."""
     names: set[str] = set()
+    symbols = sympy.sympify(analysis.length).free_symbols
     for node in analysis.shadow.groups.get(user_node, []):
         schema = getattr(node.target, "_schema", None)
         if schema is None:

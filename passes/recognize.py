@@ -255,7 +255,10 @@ def _checked(region: Region, analysis: Analysis, roles: Roles, sizes: Sequence[S
     scales.append(scale)
     if max(scales) - min(scales) > allowed * abs(scales[0]):
         return None  # a factor that depends on the length is no scale
-    scaled = Roles(**{**roles.__dict__, "scale": _rounded(scales[0])})
+    scale = _rounded(scales[0])
+    if roles.constant is not None and abs(scale - 1.0) <= allowed:
+        scale = 1.0  # decays that the code has computed in float32 are found as exactly as they are
+    scaled = Roles(**{**roles.__dict__, "scale": scale})
     return Match(region, scaled, worst, tuple(described))
 
 
@@ -363,8 +366,8 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
                 "what it leaves behind for the next call is not the state of the recurrence"
             )
         state_scale = _rounded(found)
-    gate_node, gate_form = _gate_source(analysis, roles)
-    needed = [*roles.q, *roles.k, *roles.v, *([gate_node] if gate_node is not None else [])]
+    gate_node, gate_form, kept = _gate_source(analysis, roles)
+    needed = [*roles.q, *roles.k, *roles.v, *(node for node in (gate_node, kept) if node is not None)]
     if roles.initial_state is not None:
         needed.append(roles.initial_state)
     held = shadow.holders(order, order[end])
@@ -393,7 +396,10 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
         )
         g = None
         if gate_node is not None and gate_form is not None:
-            logs = {gate_node: _emit_gate(ops, gate_form, values[gate_node], wiring.group)}
+            log = _emit_gate(ops, gate_form, values[gate_node], wiring.group)
+            if kept is not None:
+                log = ops.call(torch.where, values[kept], log, -float("inf"))
+            logs = {gate_node: log}
             g = arrange(ops, roles.axes, Canonical.GATE, [gate_node], logs)
             if roles.write_factor is not None:
                 factor = {gate_node: _emit_write_factor(ops, roles.write_factor, logs[gate_node])}
@@ -458,32 +464,57 @@ def _size_source(axes: CanonicalAxes, values: dict[fx.Node, fx.Node], atom: Atom
     raise NotLinearAttention(f"no input has a dimension of the symbolic size {atom.size} by itself")
 
 
-def _gate_source(analysis: Analysis, roles: Roles) -> tuple[fx.Node | None, GateForm | None]:
-    """The gate's input, or what it was computed from: the log decay under an `exp`, the logits under a sigmoid.
+def _gate_source(analysis: Analysis, roles: Roles) -> tuple[fx.Node | None, GateForm | None, fx.Node | None]:
+    """The gate's input, or what it was computed from: the log decay under an `exp`, the logits under a sigmoid. And
+    where the state is kept, if the decay is that times a mask (`a * ~reset`): elsewhere the log decay is -inf.
 
     The decay itself may be zero where its logarithm is an ordinary number.
     """
     node, form = roles.gate, roles.form
     if node is None or form is None or form.name != "log(a)":
-        return node, form
-    views = ("view", "_unsafe_view", "permute", "transpose", "unsqueeze", "squeeze", "clone", "expand", "t")
-    current = node
-    while getattr(getattr(current.target, "overloadpacket", None), "__name__", "") in views:
-        current = current.args[0]  # type: ignore[assignment]
+        return node, form, None
+    end = analysis.shadow.origin[roles.axes.output]
+    current = _before_views(node)
+    passed, found, kept = [node, current], node, None
+    if (masked := _times_a_mask(current)) is not None and all(_has_a_name(analysis, each) for each in masked):
+        found, kept = masked
+        current = _before_views(found)
+        passed += [found, current]
     forms = {f.name: f for f in GATE_FORMS}
     under: dict[Any, GateForm] = {aten.exp.default: forms["g"], aten.sigmoid.default: forms["logsigmoid(z)"]}
-    inner = under.get(current.target)
-    if inner is None or not isinstance(current.args[0], fx.Node):
-        return node, form
-    passed, end = [node, current], analysis.shadow.origin[roles.axes.output]
-    if reason_against(analysis, passed, end) is not None:
-        return node, form
-    source = current.args[0]
-    user_node = analysis.shadow.origin.get(source)
-    held = source.op == "placeholder" or (
-        user_node is not None and source in analysis.shadow.tensors_made(user_node)
+    inner, same = under.get(current.target), found is node or current is found
+    if inner is not None and same and isinstance(current.args[0], fx.Node):
+        source = current.args[0]
+        if _has_a_name(analysis, source) and reason_against(analysis, passed, end) is None:
+            return source, inner, kept
+    if kept is not None and reason_against(analysis, passed, end) is None:
+        return found, form, kept
+    return node, form, None
+
+
+def _before_views(node: fx.Node) -> fx.Node:
+    views = ("view", "_unsafe_view", "permute", "transpose", "unsqueeze", "squeeze", "clone", "expand", "t")
+    while getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in views:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _times_a_mask(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """What a product multiplies with a mask, and the mask, of true and false."""
+    if node.target is not aten.mul.Tensor:
+        return None
+    factors = [n for n in node.args if isinstance(n, fx.Node) and isinstance(n.meta["val"], torch.Tensor)]
+    masks = [n for n in factors if n.meta["val"].dtype is torch.bool]
+    others = [n for n in factors if n not in masks and n.meta["val"].shape == node.meta["val"].shape]
+    return (others[0], masks[0]) if len(masks) == len(others) == 1 else None
+
+
+def _has_a_name(analysis: Analysis, node: fx.Node) -> bool:
+    """The value is that of a node of the user's graph."""
+    user_node = analysis.shadow.origin.get(node)
+    return node.op == "placeholder" or (
+        user_node is not None and node in analysis.shadow.tensors_made(user_node)
     )
-    return (source, inner) if held else (node, form)
 
 
 def _emit_gate(ops: GraphOperations, form: GateForm, z: fx.Node, group: str) -> fx.Node:

@@ -20,6 +20,7 @@ from zeco_compile.passes.losses import over_windows
 from zeco_compile.passes.plans import Plan, Ranks, settled
 from zeco_compile.passes.report import Communication, Decision, Report, op_name, user_op_name
 from zeco_compile.passes.sharding_rules import plan
+from zeco_compile.passes.sorted_rows import departure
 
 Fallback = Callable[[Analysis, fx.Node], Plan | None]
 
@@ -83,9 +84,16 @@ def shard(
         found.apply(ranks)
     replaced = {node for found in plans.values() for node in found.covers}
     for node in reversed(list(analysis.gm.graph.nodes)):
-        if node in replaced and not node.users:
+        idle = _does_nothing(analysis, node) and not replaced.isdisjoint(node.all_input_nodes)
+        if (node in replaced or idle) and not node.users:
             analysis.gm.graph.erase_node(node)
     return len(plans)
+
+
+def _does_nothing(analysis: Analysis, user_node: fx.Node) -> bool:
+    """Dynamo keeps calls whose results nobody reads: `mask.to(device)`, which is `mask`."""
+    shadow, calls = analysis.shadow, user_node.op in ("call_function", "call_method")
+    return calls and user_node not in shadow.writes and not shadow.groups.get(user_node)
 
 
 def refuse_mixed(
@@ -136,6 +144,8 @@ def _why(
     else:
         what = f"it looks at other positions ({', '.join(sorted(kinds))} along the sequence: `{operation}`)"
     text = f"{what}, and no rule says how to compute it on a slice."
+    if (departs := departure(analysis, node)) is not None:
+        return f"{text} {departs}"
     if (attempt := _nearest(analysis, user_node, attempts)) is not None:
         end, reason = attempt
         where = user_location(end)

@@ -4,7 +4,7 @@
 rule applies; nothing is changed until the plan is applied. A rule is tried on a user node none of whose inputs
 is MIXED; it looks at what the node's ATen ops do along the sequence.
 
-    reduction over the sequence      sum over the group (for a mean: divided by its size)
+    reduction over the sequence      sum over the group (for a mean: divided by its size), also of a histogram
     cross entropy, shifted or not    global sum over global count
     convolution, padding, shift      the neighbour's rows (halo)
     arange                           the rank's offset
@@ -56,7 +56,7 @@ def plan(analysis: Analysis, user_node: fx.Node) -> Plan | None:
 
 _SUMS = (
     aten.sum.default, aten.sum.dim_IntList, aten.mm.default, aten.bmm.default, aten.dot.default, aten.mv.default,
-    aten.mean.default, aten.mean.dim, aten.mse_loss.default, aten.l1_loss.default,
+    aten.mean.default, aten.mean.dim, aten.mse_loss.default, aten.l1_loss.default, aten.histc.default,
 )  # fmt: skip
 _MEANS = (aten.mean.default, aten.mean.dim)
 
@@ -74,6 +74,8 @@ def _reduction(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     ):
         return None
     if through_views(output) is not node or analysis.track.sequence_dims(output):
+        return None
+    if node.target is aten.histc.default and not _has_fixed_bins(node):
         return None
     mean = node.target in _MEANS
     if node.target in (aten.mse_loss.default, aten.l1_loss.default):
@@ -96,6 +98,12 @@ def _reduction(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         apply,
         (("among all ranks", bytes_of(analysis, output)),),
     )
+
+
+def _has_fixed_bins(histogram: fx.Node) -> bool:
+    """With equal bounds the bins are those of the smallest and the largest value, of a slice of them here."""
+    low, high = (argument(histogram, name, 0) for name in ("min", "max"))
+    return isinstance(low, int | float) and isinstance(high, int | float) and low < high
 
 
 _ASSERTS = (aten._assert_async.msg, aten._assert_async.default, aten._assert_scalar.default)

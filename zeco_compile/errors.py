@@ -38,6 +38,7 @@ from zeco_compile.passes.errors import (
     RecompilationLimit,
     SequenceInputError,
     UnsupportedArgument,
+    UnsupportedFunction,
     UnsupportedOp,
 )
 from zeco_compile.passes.overlap import OrderLost
@@ -70,6 +71,7 @@ __all__ = [
     "TransferNotFound",
     "UnequalShards",
     "UnsupportedArgument",
+    "UnsupportedFunction",
     "UnsupportedOp",
     "ZecoError",
 ]

@@ -1,6 +1,7 @@
 """The rewriting of a graph, pass by pass: each analyses the graph as the one before has left it.
 
 by name         operators of this package, called or substituted, get their group
+sorted rows     rows that are sorted, worked on one by one or by group, and sorted back, are left alone
 loops           what the steps of a loop compute from their own tokens alone moves out of it
 by meaning      regions that compute linear attention become the operator
 running sums    what remains of cumulative sums
@@ -21,7 +22,18 @@ from zeco_compile import second_look
 from zeco_compile.debug import DebugDump
 from zeco_compile.lowering import volume
 from zeco_compile.lowering.all_scan import resolve_schedule
-from zeco_compile.passes import by_name, checkpoints, gather, keys, length, loops, recognize, shard, verify
+from zeco_compile.passes import (
+    by_name,
+    checkpoints,
+    gather,
+    keys,
+    length,
+    loops,
+    recognize,
+    shard,
+    sorted_rows,
+    verify,
+)
 from zeco_compile.passes.analysis import Analysis, analyse
 from zeco_compile.passes.branches import Assumptions, assumptions, refuse_constant_slices
 from zeco_compile.passes.errors import LengthInValue
@@ -56,6 +68,7 @@ class _Rewriting:
     attempts: list[tuple[fx.Node, str]]
     masks: dict[int, Buffer]
     output_dims: list[int | None] | None = None
+    look: second_look.SecondLook | None = None
 
     def analyse(self) -> Analysis | None:
         return analyse(self.gm, self.example_inputs, self.settings.seq_dim)
@@ -91,16 +104,17 @@ def rewrite(
     report.seq_inputs = {i.name: i.along for i in first.inputs if i.kind == "argument"}
     passes: list[tuple[str, Callable[[_Rewriting, Analysis, PassRecord], None]]] = [
         ("by_name", _by_name),
+        ("sorted_rows", _sorted_rows),
         ("loops", _loops),
         ("by_meaning", _by_meaning),
     ]
-    seen: list[second_look.Step] | None = None
+    assumed_there: list[Assumptions] = []
     whole = first.real_length * ranks.world_size
     broken = assumed.broken(whole) if ranks.world_size > 1 else None
     if ranks.world_size > 1:
         if first.length == 1:
             refuse_constant_slices(first)
-            seen = second_look.user_steps(gm)
+            work.look = _second_look(work, second_look.user_steps(gm), first.length, assumed_there)
         passes += [
             ("running_sums", _running_sums),
             ("length", _length),
@@ -113,8 +127,9 @@ def rewrite(
             if analysis is None:
                 analysis = work.analyse()
                 assert analysis is not None, "the inputs are the same in every pass"
-            if name == "length" and seen is None and (isinstance(first.length, int) or broken is not None):
-                seen = second_look.steps_of(analysis)
+            another = isinstance(first.length, int) or broken is not None
+            if name == "length" and work.look is None and another:
+                work.look = _second_look(work, second_look.steps_of(analysis), first.length, assumed_there)
             run(work, analysis, record)
             if record.matches:
                 gm.graph.lint()
@@ -123,19 +138,21 @@ def rewrite(
         dump.graph(f"after_{name}", gm)
     if ranks.world_size > 1:
         report.communication[:0] = _scans(work)
-    if seen is not None:
+    if work.look is not None:
         try:
-            assumed.equal.append(_look_again(work, seen, first.length))
+            work.look.compare()
         except LengthInValue as another_program:
             if broken is None:
                 raise
             raise assumed.refusal(broken, whole) from another_program
+        assumed.equal.append(assumed_there[-1])
     return Rewritten(list(work.masks.values()), work.output_dims)
 
 
-def _look_again(work: _Rewriting, seen: list[second_look.Step], length: Any) -> Assumptions:
-    """Refuses a model that is another program for a longer sequence; returns what the trace of that assumes."""
-    assumed: list[Assumptions] = []
+def _second_look(
+    work: _Rewriting, seen: list[second_look.Step], length: Any, assumed: list[Assumptions]
+) -> second_look.SecondLook:
+    """A look at the model as a longer sequence has it; what the trace of that assumes is added to `assumed`."""
 
     def steps(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[second_look.Step]:
         checkpoints.inline_checkpoints(gm)
@@ -143,8 +160,10 @@ def _look_again(work: _Rewriting, seen: list[second_look.Step], length: Any) -> 
         assumed.append(assumptions(gm, inputs, example_inputs))
         if length == 1:
             return second_look.user_steps(gm)
-        again = replace(work, gm=gm, example_inputs=example_inputs, report=Report(), attempts=[], masks={})
-        for run in (_by_name, _loops, _by_meaning, _running_sums):
+        again = replace(
+            work, gm=gm, example_inputs=example_inputs, report=Report(), attempts=[], masks={}, look=None
+        )
+        for run in (_by_name, _sorted_rows, _loops, _by_meaning, _running_sums):
             analysis = again.analyse()
             assert analysis is not None, "the inputs are the same, but for their length"
             run(again, analysis, PassRecord(run.__name__, 0.0, 0))
@@ -153,7 +172,7 @@ def _look_again(work: _Rewriting, seen: list[second_look.Step], length: Any) -> 
         assert analysis is not None, "the inputs are the same, but for their length"
         return second_look.steps_of(analysis)
 
-    second_look.look_again(
+    return second_look.SecondLook(
         work.gm,
         work.example_inputs,
         work.settings.seq_dim,
@@ -162,7 +181,6 @@ def _look_again(work: _Rewriting, seen: list[second_look.Step], length: Any) -> 
         seen,
         steps,
     )
-    return assumed[-1]
 
 
 def _scans(work: _Rewriting) -> list[Communication]:
@@ -222,6 +240,10 @@ def _by_name(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     record.matches = len(found)
 
 
+def _sorted_rows(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = sorted_rows.settle_sorted_rows(analysis, work.report.decisions)
+
+
 def _loops(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     record.matches = loops.lift_steps(analysis, work.report.decisions)
 
@@ -257,6 +279,8 @@ def _length(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
 
 
 def _shard(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    if work.look is not None and isinstance(analysis.length, int) and analysis.length > 1:
+        analysis.at_whole_length = work.look.at_whole_length
     fallback = gather.gather_region if work.settings.on_unsupported == "gather" else None
     record.matches = shard.shard(analysis, work.ranks, work.report, attempts=work.attempts, fallback=fallback)
 

@@ -5,7 +5,8 @@ where the code loops over the length, takes `math.log` of it, or has one token p
 may be the length of the slice, a step may be special (`if t == 0`, `t % 64 == 0`), and nothing shows it. And a trace
 with a symbol may have taken a way that the whole sequence would not have taken (`if T % chunk: pad`). So the
 user's function is traced once more, on longer inputs, and both traces are compared: what differs depends on the
-length in a way that is not known, and is refused.
+length in a way that is not known, and is refused. Masks and positions, which softmax attention needs for the whole
+sequence, take their numbers from the second trace (`SecondLook.at_whole_length`, passes/keys.py).
 
 Nothing is run: the inputs of the second trace are the given ones, repeated.
 """
@@ -15,7 +16,8 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,6 +54,9 @@ class Step:
     location: Location
     along: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
+    node: fx.Node | None = field(default=None, compare=False, repr=False)
+    user_node: fx.Node | None = field(default=None, compare=False, repr=False)
+    is_constant: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.op}({', '.join(self.numbers)})" if self.numbers else self.op
@@ -78,8 +83,12 @@ def steps_of(analysis: Analysis) -> list[Step]:
             places[node] = f"{node.args[1]} of {reads[0]}"  # one of several results
             continue
         places[node] = f"step {len(out)}"
-        location, along = user_location(analysis.user_node(node)), _along(analysis, node)
-        out.append(Step(op_name(node), tuple(_numbers(analysis, node)), location, along, reads))
+        user_node = analysis.user_node(node)
+        numbers, along = tuple(_numbers(analysis, node)), _along(analysis, node)
+        constant = analysis.is_constant(node)
+        out.append(
+            Step(op_name(node), numbers, user_location(user_node), along, reads, node, user_node, constant)
+        )
     return [*out, *_backwards(analysis.gm)]
 
 
@@ -102,7 +111,7 @@ def _along(analysis: Analysis, node: fx.Node) -> tuple[str, ...]:
     """How the op acts along the sequence, and which rows its result has: a slice takes all of a short sequence."""
     track = analysis.track
     if analysis.is_constant(node):
-        return ()
+        return tuple(_elsewhere(analysis, node))  # `ones(T).sum()`; what is done to masks says nothing
     rows = [track.axes.window_of(track.dims(node)[dim]) for dim in track.sequence_dims(node)]
     kinds = (action.kind for action in track.acts_along_sequence(node))
     return (*kinds, *map(str, rows), *_elsewhere(analysis, node))
@@ -117,7 +126,9 @@ def _elsewhere(analysis: Analysis, node: fx.Node) -> Iterator[str]:
         source = operand(node, 0)
         dim = argument(node, "dim", 0) % source.meta["val"].dim()
         if dim not in analysis.track.sequence_dims(source):
-            yield from (f"at {each}" for each in node.args[2:])
+            # of a table as many rows are taken as the sequence has, or they could not run along it
+            count = 1 if analysis.is_table_lookup(node) else len(node.args)
+            yield from (f"at {each}" for each in node.args[2:][:count])
 
 
 def user_steps(gm: fx.GraphModule) -> list[Step]:
@@ -181,59 +192,106 @@ def _numbers(analysis: Analysis, node: fx.Node) -> Iterator[str]:
             yield repr(constant.tolist())
 
 
-def look_again(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    seq_dim: int,
-    world_size: int,
-    symbolic: bool,
-    first: list[Step],
-    steps: Callable[[fx.GraphModule, Sequence[Any]], list[Step]],
-) -> None:
-    """Raises LengthInValue where the user's function, traced on a longer sequence, is another program.
+@dataclass
+class SecondLook:
+    """A trace of the user's function on a longer sequence, made when it is asked for, and compared with the first.
 
     `first` are the steps of this trace, which has a symbol for the length if `symbolic`, as the other will then;
-    `steps(gm, example_inputs)` gives those of the other. To be called within the compilation of the graph `gm`.
+    `steps(gm, example_inputs)` gives those of the other. To be used within the compilation of the graph `gm`.
     """
-    length, longer, replaced = _longer(gm, example_inputs, seq_dim, world_size, symbolic)
-    frame = torch_private.root_frame()
 
-    def lengthened(value: Any) -> Any:
-        return replaced.get(id(value), value)
+    gm: fx.GraphModule
+    example_inputs: Sequence[Any]
+    seq_dim: int
+    world_size: int
+    symbolic: bool
+    first: list[Step]
+    steps: Callable[[fx.GraphModule, Sequence[Any]], list[Step]]
+    length: int = 0
+    longer: int = 0
+    asked: set[fx.Node] = field(default_factory=set)
+    """The ops of the first trace that `at_whole_length` has been asked for."""
 
-    found: list[list[Step]] = []
-    failed: list[Exception] = []
+    @cached_property
+    def second(self) -> list[Step]:
+        """The steps of the other trace. Raises LengthInValue where there is none."""
+        self.length, self.longer, replaced = _longer(
+            self.gm, self.example_inputs, self.seq_dim, self.world_size, self.symbolic
+        )
+        found: list[list[Step]] = []
+        failed: list[Exception] = []
 
-    def look(other: fx.GraphModule, others: Sequence[Any]) -> Callable[..., Any]:
+        def lengthened(value: Any) -> Any:
+            return replaced.get(id(value), value)
+
+        def look(other: fx.GraphModule, others: Sequence[Any]) -> Callable[..., Any]:
+            try:
+                found.append(self.steps(other, others))
+            except Exception as error:
+                failed.append(error)
+            raise _Seen()
+
         try:
-            found.append(steps(other, others))
+            torch_private.root_frame().compile(
+                lambda tree: pytree.tree_map_only(torch.Tensor, lengthened, tree), look
+            )
+        except _Seen:
+            pass
         except Exception as error:
             failed.append(error)
-        raise _Seen()
+        if failed:
+            raise LengthInValue(
+                f"{self.length} (the tokens of this rank's slice)",
+                location=_where(self.gm),
+                why="the code fixes the length to a constant, so it was traced once more, on inputs of "
+                f"{self.longer} tokens, to see what depends on it. That failed: {type(failed[0]).__name__}: "
+                f"{failed[0]}",
+            ) from failed[0]
+        if not found:
+            raise LengthInValue(
+                f"{self.length} (the tokens of this rank's slice)",
+                location=_where(self.gm),
+                why="the code fixes the length to a constant, and cannot be traced for another one.",
+            )
+        return found[0]
 
-    try:
-        frame.compile(lambda tree: pytree.tree_map_only(torch.Tensor, lengthened, tree), look)
-    except _Seen:
-        pass
-    except Exception as error:
-        failed.append(error)
-    if failed:
-        raise LengthInValue(
-            f"{length} (the tokens of this rank's slice)",
-            location=_where(gm),
-            why="the code fixes the length to a constant, so it was traced once more, on inputs of "
-            f"{longer} tokens, to see what depends on it. That failed: {type(failed[0]).__name__}: {failed[0]}",
-        ) from failed[0]
-    if not found:
-        raise LengthInValue(
-            f"{length} (the tokens of this rank's slice)",
-            location=_where(gm),
-            why="the code fixes the length to a constant, and cannot be traced for another one.",
-        )
-    if length == 1:
-        _compare_kinds(first, found[0], longer)
-    else:
-        _compare(first, found[0], length, longer)
+    def compare(self) -> None:
+        """Raises LengthInValue where the user's function, traced on a longer sequence, is another program."""
+        second = self.second
+        if self.length == 1:
+            _compare_kinds(self.first, second, self.longer)
+            return
+        # Masks that have been made for the whole sequence (passes/keys.py) are there no more: of what size they were
+        # is of no consequence.
+        there = set(self.gm.graph.nodes)
+        gone = {
+            place
+            for place, step in enumerate(self.first)
+            if step.is_constant and step.node in self.asked and step.user_node not in there
+        }
+
+        def seen(steps: list[Step]) -> list[Step]:
+            return [replace(step, along=()) if place in gone else step for place, step in enumerate(steps)]
+
+        _compare(seen(self.first), seen(second), self.length, self.longer)
+
+    @cached_property
+    def _places(self) -> dict[fx.Node, int]:
+        return {step.node: place for place, step in enumerate(self.first) if step.node is not None}
+
+    def at_whole_length(self, node: fx.Node) -> fx.Node | None:
+        """The same op in the other trace, with its numbers as they are there; None where there is no such op, or the
+        other trace is not of the whole sequence. That both traces are the same program is for `compare` to say."""
+        self.asked.add(node)
+        if node.target is operator.getitem:
+            source = self.at_whole_length(operand(node, 0))
+            parts = [] if source is None else [n for n in source.users if n.target is operator.getitem]
+            return next((n for n in parts if n.args[1] == node.args[1]), None)
+        second, place = self.second, self._places.get(node)
+        if place is None or len(second) != len(self.first) or self.longer != self.length * self.world_size:
+            return None
+        other = second[place].node
+        return other if other is not None and other.target is node.target else None
 
 
 class _Seen(CompileError):

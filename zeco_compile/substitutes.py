@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from zeco_compile import fla_attention, fla_layers, torch_private, transformers_layers
-from zeco_compile.passes.errors import UnsupportedArgument
+from zeco_compile.passes.errors import UnsupportedArgument, UnsupportedFunction
 
 _log = logging.getLogger("zeco_compile.substitutes")
 
@@ -58,6 +58,20 @@ class Substitute:
         return f"{self.module}.{self.name}"
 
 
+@dataclass(frozen=True)
+class Unsupported:
+    """A library function that is known and has no replacement. Taken apart into its operations it would be refused,
+    too, but after a long trace and at a line that says nothing of what it is."""
+
+    module: str
+    name: str
+    why: str
+
+    @property
+    def function(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
 def install() -> None:
     """From now on Dynamo traces the replacements. Call it before anything is compiled; again does nothing.
 
@@ -75,7 +89,8 @@ def register() -> list[str]:
     Each function object is registered once. One for which somebody else has registered a replacement keeps that.
     """
     new = []
-    for each in SUBSTITUTES:
+    known: tuple[Substitute | Unsupported, ...] = (*SUBSTITUTES, *UNSUPPORTED)
+    for each in known:
         module = sys.modules.get(each.module)
         # not getattr: a module may import others to answer it
         library = None if module is None else vars(module).get(each.name)
@@ -92,16 +107,17 @@ _seen: dict[int, Any] = {}
 _installed: list[bool] = []
 
 
-def _register(each: Substitute, library: Any) -> bool:
+def _register(each: Substitute | Unsupported, library: Any) -> bool:
     if not isinstance(library, types.FunctionType):
         _log.info("%s is no Python function, and is not replaced", each.function)
         return False
-    misfit = _misfit(each, library)
+    misfit = None if isinstance(each, Unsupported) else _misfit(each, library)
     if misfit is not None:
         _log.info("%s is not replaced: %s", each.function, misfit)
         return False
+    traceable = _refusing(each, library) if isinstance(each, Unsupported) else _traceable(each, library)
     try:
-        torch.compiler.substitute_in_graph(library, skip_signature_check=True)(_traceable(each, library))
+        torch.compiler.substitute_in_graph(library, skip_signature_check=True)(traceable)
     except ValueError as taken:
         _log.warning("%s already has a replacement in Dynamo, which is kept: %s", each.function, taken)
         return False
@@ -182,6 +198,39 @@ def _traceable(each: Substitute, library: types.FunctionType) -> types.FunctionT
     return substitute  # type: ignore[return-value]  # a plain function, as its type says
 
 
+def _refusing(each: Unsupported, library: types.FunctionType) -> types.FunctionType:
+    """The function that Dynamo traces in place of `library`: the same one, where it is not refused."""
+    function, why = each.function, each.why
+    # another object of the same code, for which nothing is registered
+    same = types.FunctionType(
+        library.__code__, library.__globals__, library.__name__, library.__defaults__, library.__closure__
+    )
+    same.__kwdefaults__ = library.__kwdefaults__
+    same.__dict__.update(vars(library))
+
+    def refuse_or_trace(*args: Any, **kwargs: Any) -> Any:
+        _refuse_if_split(function, why)
+        return same(*args, **kwargs)
+
+    return refuse_or_trace  # type: ignore[return-value]  # a plain function, as its type says
+
+
+@torch.compiler.assume_constant_result
+def _refuse_if_split(function: str, why: str) -> None:
+    """Called while Dynamo traces: raises UnsupportedFunction where several ranks share the sequence."""
+    compilation = torch_private.current_compilation()
+    if compilation is None or not compilation.backend.__module__.startswith("zeco_compile."):
+        return
+    # imported here: settings look up process groups, and this module is imported before there are any
+    from zeco_compile.settings import Settings
+
+    if compilation.backend.__name__ == "zeco":
+        settings = Settings.parse(compilation.options)
+        if settings.world_size == 1 or settings.on_unsupported == "gather":
+            return
+    raise UnsupportedFunction(function, why, stack=compilation.user_stack)
+
+
 def _is_default(value: Any, default: Any) -> bool:
     return value is None or value is False or value is default
 
@@ -256,6 +305,8 @@ _CONV_STATE = (
 )
 
 _HF_PACKED = {"cu_seqlens": _PACKED, "seq_idx": _PACKED}
+# what else the model returns: its layers hand on all keyword arguments that they are given
+_HF_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
 
 
 def _hf(model: str) -> str:
@@ -269,6 +320,7 @@ SUBSTITUTES: tuple[Substitute, ...] = (
             "mamba2_chunk_scan",
             transformers_layers.mamba2_chunk_scan,
             _HF_PACKED | {"z": "the gate is applied behind the scan."},
+            _HF_OUTPUTS,
         )
         for model in ("mamba2", "bamba", "zamba2", "falcon_h1", "nemotron_h", "granitemoehybrid")
     ),
@@ -278,7 +330,7 @@ SUBSTITUTES: tuple[Substitute, ...] = (
             "mamba_selective_scan",
             transformers_layers.mamba_selective_scan,
             _HF_PACKED,
-            ("use_mambapy", "use_associative_scan"),
+            ("use_mambapy", "use_associative_scan", *_HF_OUTPUTS),
         )
         for model in ("mamba", "falcon_mamba", "jamba", "zamba")
     ),
@@ -397,3 +449,36 @@ SUBSTITUTES: tuple[Substitute, ...] = (
         _conv_problem,
     ),
 )
+
+
+# ----- what is known, and refused by name
+
+_DELTA_RULE = (
+    "this is {}: at each token the state is multiplied with a matrix, which takes out what it holds under the token's "
+    "key, and not only with decays. The ranks exchange states that decay by numbers; one whose transition is a matrix "
+    "is not supported."
+)
+_DELTA, _GATED_DELTA, _KDA = (
+    _DELTA_RULE.format(name)
+    for name in ("the delta rule", "the gated delta rule", "Kimi delta attention, a gated delta rule")
+)
+
+UNSUPPORTED: tuple[Unsupported, ...] = (
+    *(
+        Unsupported(_hf(model), f"torch_{kind}_gated_delta_rule", _GATED_DELTA)
+        for model in (
+            "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "lara_mini",
+        )
+        for kind in ("chunk", "recurrent")
+    ),
+    *(
+        Unsupported(_hf(model), name, _KDA)
+        for model in ("kimi_linear", "bailing_hybrid", "glm5_next")
+        for name in ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
+    ),
+    *(
+        Unsupported(f"fla.ops.{rule}", f"{kind}_{rule}", why)
+        for rule, why in (("delta_rule", _DELTA), ("gated_delta_rule", _GATED_DELTA), ("kda", _KDA))
+        for kind in ("chunk", "fused_recurrent")
+    ),
+)  # fmt: skip

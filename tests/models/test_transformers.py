@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeco_compile.testing import assert_equivalent
+from zeco_compile.passes.errors import UnsupportedFunction
+from zeco_compile.testing import assert_equivalent, assert_refused
 
 pytest.importorskip("transformers")
 
@@ -29,6 +30,7 @@ MAMBA = {
     "mamba_n_groups": 1,
     "mamba_chunk_size": 4,
 }
+ROUTER = {"num_local_experts": 3, "num_experts_per_tok": 2}
 SSD = {"n_groups": 1, "chunk_size": 4, "use_cache": False}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -57,11 +59,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3, "hybrid_override_pattern": "M*-", "mamba_num_heads": 4, "mamba_head_dim": 8,
         "ssm_state_size": 4,
     },
+    "mixtral": SMALL | ROUTER,
+    "granitemoehybrid": SMALL
+    | MAMBA
+    | ROUTER
+    | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 16},
+    "minimax": SMALL | ROUTER | {"block_size": 4, "layer_types": ["linear_attention", "full_attention"]},
+    "recurrent_gemma": {
+        "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "lru_width": 16, "attention_window_size": 4, "use_cache": False, "pad_token_id": 0,
+    },
 }  # fmt: skip
 
 REGIONS = {
     "llama": 0, "mistral": 0, "mamba": 2, "mamba2": 2, "bamba": 1, "falcon_h1": 2, "zamba2": 2, "nemotron_h": 1,
+    "mixtral": 0, "granitemoehybrid": 1, "minimax": 1, "recurrent_gemma": 2,
 }  # fmt: skip
+FAMILIES = {"mamba": "per channel", "minimax": "constant per head"}
 ALWAYS = ("llama", "mamba2")
 
 
@@ -97,8 +111,58 @@ def test_model_equals_itself_unsharded(name: str) -> None:
         rtol=1e-4,
         timeout=400.0,
     )
-    family = "per channel" if name == "mamba" else "per head and token"
+    family = FAMILIES.get(name, "per head and token")
     assert [region["family"] for region in found.regions] == [family] * REGIONS[name]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "granitemoehybrid"])
+def test_load_balancing_loss_is_that_of_all_tokens(name: str) -> None:
+    if os.environ.get("ZECO_MODELS") != "all":
+        pytest.skip("ZECO_MODELS=all runs it")
+    config = CONFIGS[name] | {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+
+    def make() -> nn.Module:
+        model = _maker(name, config, with_labels=True)()
+        model(
+            torch.randint(3, 32, (1, 4))
+        )  # transformers registers hooks at the first call, which do not compile
+        return model
+
+    assert_equivalent(
+        make,
+        lambda: torch.randint(3, 32, (2, 12)),
+        world_size=2,
+        dtype=torch.float32,
+        reference_dtype=torch.float32,
+        rtol=1e-4,
+        timeout=400.0,
+    )
+
+
+def _delta_rule(x: Tensor) -> Tensor:
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    heads = x[:, :, None]
+    o, _ = torch_chunk_gated_delta_rule(
+        heads, heads, heads, -x[..., :1].abs(), x[..., 1:2].sigmoid(), chunk_size=4
+    )
+    return o.to(x.dtype)
+
+
+def test_delta_rules_are_refused_by_name() -> None:
+    (message, _) = assert_refused(
+        lambda: _delta_rule, lambda: torch.randn(2, 16, 4), world_size=2, error=UnsupportedFunction
+    )
+    assert "torch_chunk_gated_delta_rule" in message
+    assert "gated delta rule: at each token the state is multiplied with a matrix" in message
+    assert "test_transformers.py" in message
+
+
+@pytest.mark.parametrize("backend", ["zeco", "eager"])
+def test_delta_rules_are_traced_where_nothing_is_split(backend: str) -> None:
+    x = torch.randn(2, 8, 4)
+    found = torch.compile(_delta_rule, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(found, _delta_rule(x))
 
 
 @pytest.mark.parametrize("given", ["plain", "everything"])
