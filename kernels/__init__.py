@@ -1,7 +1,9 @@
 """The mathematics of gated linear attention on one device.
 
-``recurrence`` is the definition, step by step; ``chunked`` is what runs. Everything else serves ``chunked``:
-``shapes`` (what fits), ``chunks`` (layout, scans), ``pairs`` (inside a chunk), ``errors``.
+``recurrence`` is the definition, step by step. ``devices`` says which of two implementations runs: ``chunked``, in
+PyTorch on any device (with ``chunks``: layout, scans; ``pairs``: inside a chunk), or ``fused``, in Triton on CUDA
+devices (with ``triton_channel``, ``triton_head``: its kernels by the kind of gate; ``triton_shared``,
+``triton_math``). ``shapes`` says what fits, for both; ``errors`` what is raised.
 """
 
 from zeco_compile.kernels.chunked import (

@@ -149,7 +149,7 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
         "strong_operands": Launch(narrow if wide else half, 0, 4, 1),
         "chunk_pairs": Launch(narrow if wide else half, 0, 4, 1),
         "segment_states": Launch(width, columns, warps, 2 if wide else 3),
-        "read_out": Launch(width, columns, warps, 2 if wide else 3),
+        "read_out": Launch(width, columns, warps, 2 if wide or width > 128 else 3),
         "read_out_saving": Launch(width, columns, warps, 2),
         "pairs_backward": Launch(0, across, 4, 2),
         "operands_backward": Launch(narrow if wide else half, across, 4, 2 if wide else 3),
