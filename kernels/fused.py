@@ -23,10 +23,11 @@ float32. Nothing waits for the device or depends on values from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -246,6 +247,23 @@ def empty_saved(q: Tensor, k: Tensor, v: Tensor, save: bool) -> Tensor:
 
 # ----- forward
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _on_its_device(part: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """With the tensors' device as the current one: that is where Triton starts a kernel, whatever it is given."""
+
+    @functools.wraps(part)
+    def guarded(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        device = next(x.device for x in args if isinstance(x, Tensor))
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return part(*args, **kwargs)
+        with torch.cuda.device(device):
+            return part(*args, **kwargs)
+
+    return guarded
+
 
 def _strides(x: Tensor | None, dims: int = 4) -> tuple[int, ...]:
     return (0,) * dims if x is None else tuple(x.stride()[:dims])
@@ -277,6 +295,7 @@ def _scan(
     return starts, end, whole
 
 
+@_on_its_device
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -327,6 +346,7 @@ def _head_states(
     )  # fmt: skip
 
 
+@_on_its_device
 def chunk_pairs(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, kept: list[Tensor], everywhere: bool
 ) -> Tensor:
@@ -349,6 +369,7 @@ def chunk_pairs(
     return pairs
 
 
+@_on_its_device
 def read_out(
     pairs: Tensor,
     kept: list[Tensor],
@@ -410,6 +431,7 @@ def _read(
 # ----- backward
 
 
+@_on_its_device
 def prepare_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, scale: float, kept: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
@@ -429,6 +451,7 @@ def prepare_backward(
     return dstate, dkept
 
 
+@_on_its_device
 def chunk_pairs_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, everywhere: bool
 ) -> Tensor:
@@ -448,6 +471,7 @@ def chunk_pairs_backward(
     return dpairs
 
 
+@_on_its_device
 def read_out_backward(
     pairs: Tensor,
     dpairs: Tensor,
