@@ -257,8 +257,15 @@ def _length(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
 
 
 def _shard(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
-    fallback = gather.gather_region if work.settings.on_unsupported == "gather" else None
-    record.matches = shard.shard(analysis, work.ranks, work.report, attempts=work.attempts, fallback=fallback)
+    if work.settings.on_unsupported == "gather":
+        while shard.gather_one(analysis, work.ranks, work.report, gather.gather_region):
+            work.gm.graph.lint()
+            work.gm.recompile()
+            record.matches += 1
+            again = work.analyse()
+            assert again is not None, "the inputs are the same after every rewrite"
+            analysis = again
+    record.matches += shard.shard(analysis, work.ranks, work.report, attempts=work.attempts)
 
 
 def _verify(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
