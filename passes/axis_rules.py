@@ -335,7 +335,7 @@ def reduction(track: Tracking, node: fx.Node) -> None:
 
 
 @rule(*_ops("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "flip", "roll"))
-@rule(*_ops("cummax", "cummin", "sort", "argsort", "renorm"))
+@rule(*_ops("cummax", "cummin", "sort", "argsort"))
 def along(track: Tracking, node: fx.Node) -> None:
     dims = track.dims(tensors(node)[0])
     which = _dim_list(argument(node, "dim", argument(node, "dims", -1)), len(dims)) if dims else []
@@ -345,6 +345,17 @@ def along(track: Tracking, node: fx.Node) -> None:
         track.out(node, dims)
     else:
         track.outs(node, [dims] * len(node.meta["val"]))
+
+
+@rule(*_ops("renorm"))
+def renorm(track: Tracking, node: fx.Node) -> None:
+    """What it is given as `dim` is the one dimension over which it takes no norm."""
+    dims = track.dims(tensors(node)[0])
+    kept = _positive(argument(node, "dim"), len(dims))
+    for i, dim in enumerate(dims):
+        if i != kept:
+            track.act(node, dim, "reduce")
+    track.out(node, dims)
 
 
 @rule(*_ops("topk"))
@@ -499,6 +510,9 @@ def batch_norm(track: Tracking, node: fx.Node) -> None:
 def embedding(track: Tracking, node: fx.Node) -> None:
     table, index = operand(node, 0), operand(node, 1)
     track.act(node, track.dims(table)[0], "look-up")
+    if argument(node, "scale_grad_by_freq", False):
+        for dim in track.dims(index):  # a row's gradient is divided by how often it was looked up, anywhere
+            track.act(node, dim, "count")
     track.out(node, (*track.dims(index), track.dims(table)[1]))
 
 
@@ -697,6 +711,8 @@ def flags_of_rows(track: Tracking, node: fx.Node) -> None:
 def gathered(track: Tracking, node: fx.Node) -> None:
     dims = list(track.dims(operand(node, 0)))
     dim = argument(node, "dim")
+    # Only rows of the slice are gathered: `table[: x.shape[1]]` may be known to be such by nothing else.
+    track.unified(node, dims[dim], (track.axes.sequence,))
     dims[dim] = track.axes.fresh(shape(node)[dim], "gathered")
     track.out(node, tuple(dims))
 

@@ -22,11 +22,12 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from zeco_compile.passes.analysis import Analysis, State
 from zeco_compile.passes.length import depends_on, global_number
 from zeco_compile.passes.locations import user_location
-from zeco_compile.passes.modes import modes
+from zeco_compile.passes.modes import is_transform, modes
 from zeco_compile.passes.plans import Emit, Plan, Ranks, settle, settled
 from zeco_compile.passes.region import Region, Sizes, cut_region
 from zeco_compile.passes.report import op_name
@@ -95,6 +96,10 @@ def _to_copy(
                 stack.append(argument)  # a name of something that is computed inside, `contiguous()` of it
             elif any(analysis.state(each) is State.MIXED for each in computed):
                 return None
+            elif not read and _holds_lengths(analysis, argument):
+                if argument.op not in ("call_function", "call_method"):
+                    return None
+                stack.append(argument)
             elif not sized:
                 kept.add(argument)
             elif (dim := _whole_rows(analysis, shadow.reads.get((node, argument)))) is not None:
@@ -103,6 +108,8 @@ def _to_copy(
                 return None
     if any(settled(node) and shadow.tensors_made(node) for node in inside):
         return None  # made for slices
+    if any(is_transform(node) for node in inside):
+        return None  # `torch.vmap` begins and ends at nodes that these do not read
     memory = {key for node in (*kept, *gathered) for key in shadow.memory.get(node, ())}
     own = {key for node in inside for key in shadow.writes.get(node, ())}
     for node in analysis.gm.graph.nodes:
@@ -120,6 +127,18 @@ def _to_copy(
     return (
         tuple(node for node in order if node in inside),
         {node: gathered[node] for node in order if node in gathered},
+    )
+
+
+def _holds_lengths(analysis: Analysis, node: fx.Node) -> bool:
+    """It is a `torch.Size`, a tuple or a slice with numbers from the length in it, and not just such a number."""
+    symbols = sympy.sympify(analysis.length).free_symbols
+    held = node.meta.get("example_value")
+    if isinstance(held, torch.SymInt | torch.SymFloat):
+        return False
+    return any(depends_on(each, symbols) for each in node.all_input_nodes) or any(
+        isinstance(leaf, torch.SymInt | torch.SymFloat) and bool(leaf.node.expr.free_symbols & symbols)
+        for leaf in pytree.tree_leaves(held)
     )
 
 

@@ -27,7 +27,7 @@ from zeco_compile.passes.branches import Assumptions, assumptions, refuse_consta
 from zeco_compile.passes.errors import LengthInValue
 from zeco_compile.passes.inputs import graph_inputs
 from zeco_compile.passes.masks import Buffer
-from zeco_compile.passes.modes import refuse_hooks
+from zeco_compile.passes.modes import refuse_hooks, refuse_inner_gradients
 from zeco_compile.passes.plans import Ranks
 from zeco_compile.passes.report import Communication, PassRecord, Report, op_name
 from zeco_compile.passes.roles import NotLinearAttention
@@ -80,6 +80,7 @@ def rewrite(
     has to be the same program, and what it takes for granted is added.
     """
     refuse_hooks(gm)
+    refuse_inner_gradients(gm)
     checkpoints.inline_checkpoints(gm)
     wiring = recognize.Wiring(resolve_schedule(settings.schedule), settings.blocks or 0, ranks.group)
     work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [], {})
