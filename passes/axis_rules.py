@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 import zeco_compile.lowering  # noqa: F401  (importing it registers the ops)
+from zeco_compile.passes import torch_private
 from zeco_compile.passes.axes import Atom, Dim, Dims
 from zeco_compile.passes.schema import argument, operand, operands, shape, tensors
 from zeco_compile.passes.sizes import Size, SizeFacts, same_size, size_of
@@ -405,6 +406,14 @@ def product(track: Tracking, node: fx.Node) -> None:
 def added_product(track: Tracking, node: fx.Node) -> None:
     bias, a, b = (track.dims(n) for n in (operand(node, 0), operand(node, 1), operand(node, 2)))
     track.out(node, track.broadcast([_contract(track, node, a, b), bias]))
+
+
+@rule(*_ops("linalg_inv_ex", "linalg_cholesky_ex"))
+def of_matrices(track: Tracking, node: fx.Node) -> None:
+    dims = track.dims(tensors(node)[0])
+    for dim in dims[-2:]:
+        track.act(node, dim, "along")
+    track.outs(node, [dims, dims[:-2]])
 
 
 @rule(*_ops("mv"))
@@ -838,7 +847,9 @@ def visit(track: Tracking, node: fx.Node) -> None:
         return
     track.mark_stepwise(node, any(track.stepwise(source) for source in node.all_input_nodes))
     rule_of_op = rule_for(node.target)
-    if rule_of_op is None:
+    if torch_private.checks_only(node):  # what it returns are tokens that keep it in its place
+        track.outs(node, [()] * len(node.meta["val"]))
+    elif rule_of_op is None:
         track.opaque(node, "an op without a rule")
     else:
         rule_of_op(track, node)

@@ -134,7 +134,7 @@ def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
         if analysis.user_node(user) is group and user.op != "output":
             continue
         kinds = {action.kind for action in analysis.own_mixing(user)}
-        if not kinds or kinds == {"reduce"}:
+        if not kinds or kinds == {"reduce"} or user.target is aten.cumsum.default:
             return True
         if kinds == {"select"} and not isinstance(analysis.length, int):
             return True  # the last token; with a constant length it may be a step of a loop
@@ -367,7 +367,15 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     needed = [*roles.q, *roles.k, *roles.v, *([gate_node] if gate_node is not None else [])]
     if roles.initial_state is not None:
         needed.append(roles.initial_state)
-    held = shadow.holders(order, order[end])
+    # What an operator has taken the place of is held by its result, and not under the old name any more.
+    held = {aten_node: user for aten_node, user in shadow.holders(order, order[end]).items() if user in order}
+    held.update(
+        {
+            aten_node: user
+            for aten_node, user in shadow.rewritten.items()
+            if order.get(user, len(order)) <= order[end]
+        }
+    )
     for node in needed:
         if node not in held:
             raise NotLinearAttention(f"the value `{node}` that it needs has been overwritten by then")
@@ -426,6 +434,9 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             last = last if state_scale == 1.0 else ops.call(aten.mul.Tensor, last, state_scale)
             last = ops.call(aten.to.dtype, last, region.final_state.meta["val"].dtype)
     graph.erase_node(anchor)
+    shadow.rewritten[region.output] = o
+    if state_readers and region.final_state is not None:
+        shadow.rewritten[region.final_state] = last
     for user, argument in readers:
         user.replace_input_with(argument, o)
     for user, argument in state_readers:
