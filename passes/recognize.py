@@ -19,12 +19,14 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.axes import Atom
 from zeco_compile.passes.layout import Canonical, CanonicalAxes, GraphOperations, arrange, disarrange
+from zeco_compile.passes.length import depends_on
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.modes import reason_against
 from zeco_compile.passes.region import (
@@ -74,6 +76,8 @@ class Match:
     roles: Roles
     error: float
     sizes: tuple[str, ...]
+    length_factor: tuple[fx.Node, bool] | None = None
+    """A number from the length that the result is divided by, or multiplied with (False, True), besides the scale."""
 
 
 @dataclass
@@ -253,10 +257,46 @@ def _checked(region: Region, analysis: Analysis, roles: Roles, sizes: Sequence[S
     if not difference <= allowed:
         return None  # a limit that ordinary values do not reach: clipped scores, a clamped exponent
     scales.append(scale)
-    if max(scales) - min(scales) > allowed * abs(scales[0]):
-        return None  # a factor that depends on the length is no scale
+    factor = None
+    if not _constant(scales, allowed):
+        lengths = [at.length for at in (*sizes, sizes[0])]
+        found = _length_factor(region, analysis, lengths, scales, allowed)
+        if found is None:
+            return None  # a factor that depends on the length in an unknown way is no scale
+        factor, scales = found
     scaled = Roles(**{**roles.__dict__, "scale": _rounded(scales[0])})
-    return Match(region, scaled, worst, tuple(described))
+    return Match(region, scaled, worst, tuple(described), factor)
+
+
+def _constant(scales: Sequence[float], allowed: float) -> bool:
+    return max(scales) - min(scales) <= allowed * abs(scales[0])
+
+
+def _length_factor(
+    region: Region, analysis: Analysis, lengths: Sequence[int], scales: Sequence[float], allowed: float
+) -> tuple[tuple[fx.Node, bool], list[float]] | None:
+    """The number in the user's code that makes the scale depend on the length, whether it is multiplied with, and
+    what is left of the scales without it: `scores / x.shape[1]`. None if it is not one such number."""
+    if isinstance(analysis.length, int) or len(set(lengths)) < _FEWEST_LENGTHS:
+        return None
+    symbols = analysis.length.free_symbols
+    numbers = dict.fromkeys(
+        n for user in region.user_nodes for n in user.all_input_nodes if depends_on(n, symbols)
+    )
+    for number in numbers:
+        expression = number.meta["example_value"].node.expr
+        values = [expression.xreplace(dict.fromkeys(symbols, sympy.Integer(t))) for t in lengths]
+        if not all(value.is_number and value.is_positive for value in values):
+            continue
+        for multiplied in (False, True):
+            pairs = zip(scales, map(float, values), strict=True)
+            left = [scale / value if multiplied else scale * value for scale, value in pairs]
+            if _constant(left, allowed):
+                return (number, multiplied), left
+    return None
+
+
+_FEWEST_LENGTHS = 3
 
 
 def _rounded(scale: float) -> float:
@@ -425,6 +465,9 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
         )  # fmt: skip
         o = ops.call(operator.getitem, call, 0)
         o = disarrange(ops, roles.axes, o)
+        if match.length_factor is not None:  # of the slice's length as yet, as the user's own (length.py)
+            number, multiplied = match.length_factor
+            o = ops.call(torch.mul if multiplied else torch.div, o, number)
         if operand_dtype != dtype:
             o = ops.call(aten.to.dtype, o, dtype)
         last = o  # there are no readers of the state otherwise

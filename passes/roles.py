@@ -104,8 +104,9 @@ class Roles:
 
     @property
     def is_running_sum(self) -> bool:
-        """Nothing but a sum over the positions so far."""
-        nothing_else = not self.q and not self.k and self.initial_state is None
+        """Nothing but a sum over the positions so far. Of one number per position (one sequence, no heads) it cannot be
+        told whether it is the value or the key."""
+        nothing_else = not self.q and not (self.k and self.v) and self.initial_state is None
         return self.gate is None and self.constant is None and nothing_else
 
     @property
