@@ -111,7 +111,7 @@ def of_short_frame(text: str) -> Location:
     if match is None:
         return UNKNOWN
     code, short, line = match["code"].strip(), match["file"], int(match["line"])
-    installed = Path(torch.__file__).resolve().parent.parent
+    installed = Path(torch.__file__).resolve().parent
     found = [str(folder / short) for folder in (installed, *installed.parents)] + [short]
     first, _, rest = short.partition("/")
     root = Path(installed.anchor)
