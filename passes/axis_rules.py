@@ -69,7 +69,7 @@ def _dim_list(dim: Any, rank: int) -> list[int]:
 
 
 @rule(*_ops("clone", "_to_copy", "detach", "alias", "lift_fresh_copy", "masked_fill", "copy", "where"))
-@rule(*_ops("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "bernoulli"))
+@rule(*_ops("rand_like", "randn_like", "bernoulli"))
 @rule(
     *_ops("native_dropout", "addcmul", "addcdiv", "lerp", "nan_to_num", "gelu", "silu", "logit", "hardtanh")
 )
@@ -82,6 +82,21 @@ def pointwise(track: Tracking, node: fx.Node) -> None:
         track.out(node, dims)
     else:  # (result, mask or saved value); an empty saved value has no axes
         track.outs(node, [dims if len(s) == len(dims) else () for s in track.output_sizes(node)])
+
+
+@rule(*_ops("zeros_like", "ones_like", "full_like", "empty_like"))
+def shaped_like(track: Tracking, node: fx.Node) -> None:
+    """Of the rows of the sequence it has one for each. Its other axes are as long as those of what it is like, and no
+    more: `zeros_like(q)` may be where the outputs go, with the features of v."""
+    source = track.dims(tensors(node)[0])
+    sizes = shape(node)
+    track.out(
+        node,
+        tuple(
+            dim if track.axes.is_sequence(dim) or track.only_unit(dim) else track.axes.fresh(size, "factory")
+            for dim, size in zip(source, sizes, strict=True)
+        ),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ views
