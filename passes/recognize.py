@@ -408,14 +408,11 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     if roles.initial_state is not None:
         needed.append(roles.initial_state)
     # What an operator has taken the place of is held by its result, and not under the old name any more.
-    held = {aten_node: user for aten_node, user in shadow.holders(order, order[end]).items() if user in order}
-    held.update(
-        {
-            aten_node: user
-            for aten_node, user in shadow.rewritten.items()
-            if order.get(user, len(order)) <= order[end]
-        }
-    )
+    held = {
+        value: shadow.rewritten.get(value, holder)
+        for value, holder in shadow.holders(order, order[end]).items()
+        if order.get(shadow.rewritten.get(value, holder), len(order)) <= order[end]
+    }
     for node in needed:
         if node not in held:
             raise NotLinearAttention(f"the value `{node}` that it needs has been overwritten by then")
@@ -466,8 +463,8 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
         o = ops.call(operator.getitem, call, 0)
         o = disarrange(ops, roles.axes, o)
         if match.length_factor is not None:  # of the slice's length as yet, as the user's own (length.py)
-            number, multiplied = match.length_factor
-            o = ops.call(torch.mul if multiplied else torch.div, o, number)
+            from_length, multiplied = match.length_factor
+            o = ops.call(torch.mul if multiplied else torch.div, o, from_length)
         if operand_dtype != dtype:
             o = ops.call(aten.to.dtype, o, dtype)
         last = o  # there are no readers of the state otherwise
