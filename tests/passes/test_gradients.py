@@ -112,6 +112,10 @@ def test_embeddings_that_look_at_all_tokens(options):
     assert_equivalent(lambda: Counting(**options), tokens, world_size=2, options=GATHER)
 
 
+def test_sparse_gradients_are_sums_as_others_are():
+    assert_equivalent(lambda: Counting(sparse=True), tokens, world_size=2)
+
+
 def test_counts_in_the_steps_of_a_loop():
     """Each step counts for itself: all tokens at once would be another count."""
 
