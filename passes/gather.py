@@ -131,13 +131,14 @@ def _to_copy(
 
 
 def _holds_lengths(analysis: Analysis, node: fx.Node) -> bool:
-    """It is a `torch.Size`, a tuple or a slice with numbers from the length in it, and not just such a number."""
+    """It is a `torch.Size`, a tuple, a slice or a truth made of numbers from the length, and no such number itself."""
     symbols = sympy.sympify(analysis.length).free_symbols
     held = node.meta.get("example_value")
     if isinstance(held, torch.SymInt | torch.SymFloat):
         return False
     return any(depends_on(each, symbols) for each in node.all_input_nodes) or any(
-        isinstance(leaf, torch.SymInt | torch.SymFloat) and bool(leaf.node.expr.free_symbols & symbols)
+        isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)
+        and bool(leaf.node.expr.free_symbols & symbols)
         for leaf in pytree.tree_leaves(held)
     )
 

@@ -396,6 +396,8 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     if not readers:
         raise NotLinearAttention("nothing reads its result under a name of its own")
     state_readers, state_scale = _state_readers(analysis, match, order, end), 1.0
+    if state_readers and roles.before is not None:
+        raise NotLinearAttention("it reads the state before each write, and returns that after the last one")
     if state_readers:
         found = final_state_scale(region, roles.axes.analysis, roles)
         if found is None:
@@ -453,6 +455,14 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             for each in heads:
                 each.meta["zeco_fitted"] = True
             g = heads[0] if len(heads) == 1 else ops.call(torch.cat, heads)
+        if roles.before is not None:
+            k, v = _one_later(ops, k, wiring.group), _one_later(ops, v, wiring.group)
+            if g is not None and roles.before == "kept":
+                g = _one_later(ops, g, wiring.group)
+            elif g is not None:
+                decay = ops.call(torch.exp, g)
+                decay = decay if roles.axes.gate_has_key else ops.unsqueeze(decay, 3)
+                k = ops.call(aten.to.dtype, ops.multiply(k, decay), operand_dtype)
         state = None
         if roles.initial_state is not None:
             state = arrange(ops, roles.axes, Canonical.STATE, [roles.initial_state], values)
@@ -483,6 +493,12 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
         user.replace_input_with(argument, last)
     _erase(analysis, region)
     return _report(analysis, match, number, gate_node, gate_form)
+
+
+def _one_later(ops: GraphOperations, x: fx.Node, group: str) -> fx.Node:
+    """[B, T, ...] with each row at the next position: the first is the last one of the rank before, zeros at rank 0."""
+    rows = ops.call(torch.ops.zeco.halo.default, x, 1, 1, 0, 0.0, group)
+    return ops.call(aten.slice.Tensor, rows, 1, 0, -1)
 
 
 def _as(ops: GraphOperations, x: fx.Node, nodes: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
@@ -629,6 +645,7 @@ def _report(
         notes=[
             f"{len(region.user_nodes)} nodes of your graph became one operator",
             *([f"k is multiplied with {roles.write_factor} of the decay a"] if roles.write_factor else []),
+            *([f"a position reads the state before its own write, {roles.before}"] if roles.before else []),
             *([f"log decay of each head: {_listed(roles.constant)}"] if roles.constant else []),
             *(f"the values of `{mask.name}` were taken as they are" for mask in region.masks),
         ],
