@@ -175,7 +175,7 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
         raise NotLinearAttention("nothing is carried from one position to later ones linearly")
 
     rows = row_dims(analysis, region.output)
-    reads_before = bool(rows) and bool((as_rows(base, rows)[0] == 0).all())
+    reads_before = bool(rows and (as_rows(base, rows)[0] == 0).all())
     output_atoms = _atoms(analysis, region.output)
     outer = {a for n in (*gates, *readers) for a in _atoms(analysis, n)}
     value_atoms = [a for a in output_atoms if a not in outer]
