@@ -154,7 +154,10 @@ def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int) -> 
             source in analysis._constants or isinstance(source.meta.get("val"), _NUMBERS)
             for source in node.all_input_nodes
         )
-        if made or node.target in SHAPED_LIKE:
+        of_ranks = (
+            getattr(node.target, "namespace", "") == "zeco"
+        )  # what it returns is another value on each rank
+        if (made and not of_ranks) or node.target in SHAPED_LIKE:
             analysis._constants.add(node)
     return analysis
 

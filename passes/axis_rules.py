@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 import zeco_compile.lowering  # noqa: F401  (importing it registers the ops)
+from zeco_compile.passes import torch_private
 from zeco_compile.passes.axes import Atom, Dim, Dims
 from zeco_compile.passes.schema import argument, operand, operands, shape, tensors
 from zeco_compile.passes.sizes import Size, SizeFacts, same_size, size_of
@@ -70,7 +71,7 @@ def _dim_list(dim: Any, rank: int) -> list[int]:
 
 
 @rule(*_ops("clone", "_to_copy", "detach", "alias", "lift_fresh_copy", "masked_fill", "copy", "where"))
-@rule(*_ops("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "bernoulli"))
+@rule(*_ops("rand_like", "randn_like", "bernoulli"))
 @rule(
     *_ops("native_dropout", "addcmul", "addcdiv", "lerp", "nan_to_num", "gelu", "silu", "logit", "hardtanh")
 )
@@ -83,6 +84,21 @@ def pointwise(track: Tracking, node: fx.Node) -> None:
         track.out(node, dims)
     else:  # (result, mask or saved value); an empty saved value has no axes
         track.outs(node, [dims if len(s) == len(dims) else () for s in track.output_sizes(node)])
+
+
+@rule(*_ops("zeros_like", "ones_like", "full_like", "empty_like"))
+def shaped_like(track: Tracking, node: fx.Node) -> None:
+    """Of the rows of the sequence it has one for each. Its other axes are as long as those of what it is like, and no
+    more: `zeros_like(q)` may be where the outputs go, with the features of v."""
+    source = track.dims(tensors(node)[0])
+    sizes = shape(node)
+    track.out(
+        node,
+        tuple(
+            dim if track.axes.is_sequence(dim) or track.only_unit(dim) else track.axes.fresh(size, "factory")
+            for dim, size in zip(source, sizes, strict=True)
+        ),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ views
@@ -337,7 +353,7 @@ def reduction(track: Tracking, node: fx.Node) -> None:
 
 
 @rule(*_ops("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "flip", "roll"))
-@rule(*_ops("cummax", "cummin", "sort", "argsort", "renorm"))
+@rule(*_ops("cummax", "cummin", "sort", "argsort"))
 def along(track: Tracking, node: fx.Node) -> None:
     dims = track.dims(tensors(node)[0])
     which = _dim_list(argument(node, "dim", argument(node, "dims", -1)), len(dims)) if dims else []
@@ -347,6 +363,17 @@ def along(track: Tracking, node: fx.Node) -> None:
         track.out(node, dims)
     else:
         track.outs(node, [dims] * len(node.meta["val"]))
+
+
+@rule(*_ops("renorm"))
+def renorm(track: Tracking, node: fx.Node) -> None:
+    """What it is given as `dim` is the one dimension over which it takes no norm."""
+    dims = track.dims(tensors(node)[0])
+    kept = _positive(argument(node, "dim"), len(dims))
+    for i, dim in enumerate(dims):
+        if i != kept:
+            track.act(node, dim, "reduce")
+    track.out(node, dims)
 
 
 @rule(*_ops("topk"))
@@ -396,6 +423,14 @@ def product(track: Tracking, node: fx.Node) -> None:
 def added_product(track: Tracking, node: fx.Node) -> None:
     bias, a, b = (track.dims(n) for n in (operand(node, 0), operand(node, 1), operand(node, 2)))
     track.out(node, track.broadcast([_contract(track, node, a, b), bias]))
+
+
+@rule(*_ops("linalg_inv_ex", "linalg_cholesky_ex"))
+def of_matrices(track: Tracking, node: fx.Node) -> None:
+    dims = track.dims(tensors(node)[0])
+    for dim in dims[-2:]:
+        track.act(node, dim, "along")
+    track.outs(node, [dims, dims[:-2]])
 
 
 @rule(*_ops("mv"))
@@ -521,6 +556,9 @@ def batch_norm(track: Tracking, node: fx.Node) -> None:
 def embedding(track: Tracking, node: fx.Node) -> None:
     table, index = operand(node, 0), operand(node, 1)
     track.act(node, track.dims(table)[0], "look-up")
+    if argument(node, "scale_grad_by_freq", False):
+        for dim in track.dims(index):  # a row's gradient is divided by how often it was looked up, anywhere
+            track.act(node, dim, "count")
     track.out(node, (*track.dims(index), track.dims(table)[1]))
 
 
@@ -766,6 +804,8 @@ def flags_of_rows(track: Tracking, node: fx.Node) -> None:
 def gathered(track: Tracking, node: fx.Node) -> None:
     dims = list(track.dims(operand(node, 0)))
     dim = argument(node, "dim")
+    # Only rows of the slice are gathered: `table[: x.shape[1]]` may be known to be such by nothing else.
+    track.unified(node, dims[dim], (track.axes.sequence,))
     dims[dim] = track.axes.fresh(shape(node)[dim], "gathered")
     track.out(node, tuple(dims))
 
@@ -893,7 +933,9 @@ def visit(track: Tracking, node: fx.Node) -> None:
         return
     track.mark_stepwise(node, any(track.stepwise(source) for source in node.all_input_nodes))
     rule_of_op = rule_for(node.target)
-    if rule_of_op is None:
+    if torch_private.checks_only(node):  # what it returns are tokens that keep it in its place
+        track.outs(node, [()] * len(node.meta["val"]))
+    elif rule_of_op is None:
         track.opaque(node, "an op without a rule")
     else:
         rule_of_op(track, node)

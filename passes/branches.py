@@ -24,7 +24,7 @@ from zeco_compile.passes import torch_private
 from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.errors import LengthInValue, UnsupportedOp
 from zeco_compile.passes.inputs import GraphInput
-from zeco_compile.passes.locations import UNKNOWN, user_location
+from zeco_compile.passes.locations import of_short_frame, user_location
 from zeco_compile.passes.report import op_name
 from zeco_compile.passes.sizes import same_size, size_of
 
@@ -62,10 +62,12 @@ class Assumptions:
 
     @staticmethod
     def refusal(broken: Assumption, whole_length: int) -> LengthInValue:
+        location = of_short_frame(broken.source)
+        place = "here" if location.known else f"at `{broken.source}`"
         return LengthInValue(
             str(broken.holds),
-            location=UNKNOWN,
-            why=f"at `{broken.source}` the code, or an operation in it, goes another way for a slice than "
+            location=location,
+            why=f"{place} the code, or an operation in it, goes another way for a slice than "
             f"for the whole sequence of {whole_length} tokens.",
             hints=[
                 "do not decide by the length of the sequence, or by a constant number of tokens "

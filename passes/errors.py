@@ -51,6 +51,12 @@ class CompileError(ZecoError, LoudBackendError):
         return _restore, (_declared_class(type(self)), self.args, state)
 
 
+_GATHER = (
+    'set options={"on_unsupported": "gather"} to compute it on the whole sequence on every rank '
+    "(correct, but costs the memory and communication of the full length)"
+)
+
+
 class UnsupportedOp(CompileError):
     """An op mixes positions of the sequence, and no rule says how to compute it on slices.
 
@@ -66,7 +72,9 @@ class UnsupportedOp(CompileError):
         why: str,
         hints: Sequence[str] = (),
         node: str = "",
+        gather: bool = True,
     ) -> None:
+        """`gather` says that the option "gather" may help."""
         self.op = op
         self.node = node
         context = [("graph node", node)] if node else []
@@ -74,11 +82,7 @@ class UnsupportedOp(CompileError):
             f"`{op}` cannot be computed on one rank's slice of the sequence.",
             location=location,
             why=why,
-            hints=[
-                *hints,
-                'set options={"on_unsupported": "gather"} to compute it on the whole sequence on every rank '
-                "(correct, but costs the memory and communication of the full length)",
-            ],
+            hints=[*hints, *([_GATHER] if gather else [])],
             context=context,
         )
 

@@ -7,6 +7,7 @@ into this package. The place to show to a user is the innermost frame that is ne
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import re
@@ -20,6 +21,7 @@ import torch
 from torch import fx
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
+_SHORT_FRAME = re.compile(r"^(?P<code>.*)  # (?P<file>.+):(?P<line>\d+) in (?P<function>.*)$", re.DOTALL)
 _CARETS = re.compile(r"^[\s~^]+$")
 
 
@@ -97,6 +99,28 @@ def parse_stack_trace(stack_trace: str | None) -> list[Location]:
             code = linecache.getline(file, line).strip()
         frames.append(Location(file, line, match["function"] or "", code))
     return frames
+
+
+def of_short_frame(text: str) -> Location:
+    """The location in the short form in which PyTorch keeps that of a guard: "code  # file:line in function".
+
+    There the part of the path is left out that the file has in common with the folder PyTorch is installed in; where
+    that is the root of the file system, one character more. The file is the one that has this code at this line.
+    """
+    match = _SHORT_FRAME.match(text)
+    if match is None:
+        return UNKNOWN
+    code, short, line = match["code"].strip(), match["file"], int(match["line"])
+    installed = Path(torch.__file__).resolve().parent
+    found = [str(folder / short) for folder in (installed, *installed.parents)] + [short]
+    first, _, rest = short.partition("/")
+    root = Path(installed.anchor)
+    with contextlib.suppress(OSError):  # a root that cannot be listed holds no file to be found
+        found += [str(each / rest) for each in root.iterdir() if each.name[1:] == first]
+    for file in found:
+        if os.path.isfile(file) and linecache.getline(file, line).strip() == code:
+            return Location(file, line, match["function"], code)
+    return UNKNOWN
 
 
 @cache

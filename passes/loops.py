@@ -209,6 +209,8 @@ def _own_elements(node: fx.Node, operands: Sequence[tuple[fx.Node, int]]) -> int
         return None
     if is_random(node) or target._schema.is_mutable:
         return None
+    if target is aten.embedding.default and argument(node, "scale_grad_by_freq", False):
+        return None  # each step counts its own tokens
     if target in _VIEWS or target in _SPREADING:
         return min(largest, made)
     combines = len(operands) > 1 or torch.Tag.pointwise in target.tags

@@ -68,6 +68,58 @@ def refuse_hooks(gm: fx.GraphModule) -> None:
             )
 
 
+_DIFFERENTIATION = (
+    "torch.autograd", "torch._C._autograd", "torch._functorch.eager_transforms", "torch._functorch.predispatch",
+    "torch._C._functorch",
+)  # fmt: skip
+"""Modules whose functions Dynamo puts into a graph that differentiates, or transforms what it computes."""
+
+_NO_DIFFERENTIATION = frozenset(
+    {
+        "lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim",
+        "_remove_batch_dim",
+    }
+)  # fmt: skip
+"""What `torch.vmap` by itself puts there."""
+
+
+def refuse_inner_gradients(gm: fx.GraphModule) -> None:
+    """Raises UnsupportedOp where the model itself differentiates (`torch.func.grad`, `vjp`, `jvp`, `jacrev`,
+    `torch.autograd.grad`): the gradient with respect to something that all positions share is a sum over positions,
+    that of one position may come from others, and none of it shows in the values that the graph computes."""
+    bodies = [body for body in gm.modules() if isinstance(body, fx.GraphModule)]
+    found = [node for body in bodies for node in body.graph.nodes if _differentiates(node)]
+    if found:
+        node = next((each for each in found if user_location(each).known), found[0])
+        raise UnsupportedOp(
+            "a gradient taken inside of the model",
+            location=user_location(node),
+            why=f"the model differentiates what it computes (`{getattr(node.target, '__name__', node.target)}` in the "
+            "graph): what it would get is the gradient of this rank's part alone.",
+            hints=[
+                "write the derivative out, or make this call outside of the compiled function",
+            ],
+            node=str(node),
+            gather=False,
+        )
+
+
+def _differentiates(node: fx.Node) -> bool:
+    return is_transform(node) and getattr(node.target, "__name__", "") not in _NO_DIFFERENTIATION
+
+
+def is_transform(node: fx.Node) -> bool:
+    """It begins, ends or feeds a transform of what stands around it: a gradient, or `torch.vmap`."""
+    if node.op == "call_method":
+        return node.target == "backward"
+    operators = torch._ops.OpOverload | torch._ops.HigherOrderOperator
+    if node.op != "call_function" or isinstance(node.target, operators):
+        return False
+    module = str(getattr(node.target, "__module__", None) or "")
+    within = any(module == each or module.startswith(f"{each}.") for each in _DIFFERENTIATION)
+    return within and not module.startswith("torch.autograd.profiler")
+
+
 def reason_against(analysis: Analysis, interior: Iterable[fx.Node], at: fx.Node) -> str | None:
     """Why what these ATen nodes compute cannot be computed in another way where `at` stands; None if it can.
 

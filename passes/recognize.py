@@ -19,12 +19,14 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.axes import Atom
 from zeco_compile.passes.layout import Canonical, CanonicalAxes, GraphOperations, arrange, disarrange
+from zeco_compile.passes.length import depends_on
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.modes import reason_against
 from zeco_compile.passes.region import (
@@ -74,6 +76,8 @@ class Match:
     roles: Roles
     error: float
     sizes: tuple[str, ...]
+    length_factor: tuple[fx.Node, bool] | None = None
+    """A number from the length that the result is divided by, or multiplied with (False, True), besides the scale."""
 
 
 @dataclass
@@ -134,7 +138,7 @@ def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
         if analysis.user_node(user) is group and user.op != "output":
             continue
         kinds = {action.kind for action in analysis.own_mixing(user)}
-        if not kinds or kinds == {"reduce"}:
+        if not kinds or kinds == {"reduce"} or user.target is aten.cumsum.default:
             return True
         if kinds == {"select"} and not isinstance(analysis.length, int):
             return True  # the last token; with a constant length it may be a step of a loop
@@ -253,13 +257,49 @@ def _checked(region: Region, analysis: Analysis, roles: Roles, sizes: Sequence[S
     if not difference <= allowed:
         return None  # a limit that ordinary values do not reach: clipped scores, a clamped exponent
     scales.append(scale)
-    if max(scales) - min(scales) > allowed * abs(scales[0]):
-        return None  # a factor that depends on the length is no scale
+    factor = None
+    if not _constant(scales, allowed):
+        lengths = [at.length for at in (*sizes, sizes[0])]
+        found = _length_factor(region, analysis, lengths, scales, allowed)
+        if found is None:
+            return None  # a factor that depends on the length in an unknown way is no scale
+        factor, scales = found
     scale = _rounded(scales[0])
     if roles.constant is not None and abs(scale - 1.0) <= allowed:
         scale = 1.0  # decays that the code has computed in float32 are found as exactly as they are
     scaled = Roles(**{**roles.__dict__, "scale": scale})
-    return Match(region, scaled, worst, tuple(described))
+    return Match(region, scaled, worst, tuple(described), factor)
+
+
+def _constant(scales: Sequence[float], allowed: float) -> bool:
+    return max(scales) - min(scales) <= allowed * abs(scales[0])
+
+
+def _length_factor(
+    region: Region, analysis: Analysis, lengths: Sequence[int], scales: Sequence[float], allowed: float
+) -> tuple[tuple[fx.Node, bool], list[float]] | None:
+    """The number in the user's code that makes the scale depend on the length, whether it is multiplied with, and
+    what is left of the scales without it: `scores / x.shape[1]`. None if it is not one such number."""
+    if isinstance(analysis.length, int) or len(set(lengths)) < _FEWEST_LENGTHS:
+        return None
+    symbols = analysis.length.free_symbols
+    numbers = dict.fromkeys(
+        n for user in region.user_nodes for n in user.all_input_nodes if depends_on(n, symbols)
+    )
+    for number in numbers:
+        expression = number.meta["example_value"].node.expr
+        values = [expression.xreplace(dict.fromkeys(symbols, sympy.Integer(t))) for t in lengths]
+        if not all(value.is_number and value.is_positive for value in values):
+            continue
+        for multiplied in (False, True):
+            pairs = zip(scales, map(float, values), strict=True)
+            left = [scale / value if multiplied else scale * value for scale, value in pairs]
+            if _constant(left, allowed):
+                return (number, multiplied), left
+    return None
+
+
+_FEWEST_LENGTHS = 3
 
 
 def _rounded(scale: float) -> float:
@@ -359,6 +399,8 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     if not readers:
         raise NotLinearAttention("nothing reads its result under a name of its own")
     state_readers, state_scale = _state_readers(analysis, match, order, end), 1.0
+    if state_readers and roles.before is not None:
+        raise NotLinearAttention("it reads the state before each write, and returns that after the last one")
     if state_readers:
         found = final_state_scale(region, roles.axes.analysis, roles)
         if found is None:
@@ -370,7 +412,12 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     needed = [*roles.q, *roles.k, *roles.v, *(node for node in (gate_node, kept) if node is not None)]
     if roles.initial_state is not None:
         needed.append(roles.initial_state)
-    held = shadow.holders(order, order[end])
+    # What an operator has taken the place of is held by its result, and not under the old name any more.
+    held = {
+        value: shadow.rewritten.get(value, holder)
+        for value, holder in shadow.holders(order, order[end]).items()
+        if order.get(shadow.rewritten.get(value, holder), len(order)) <= order[end]
+    }
     for node in needed:
         if node not in held:
             raise NotLinearAttention(f"the value `{node}` that it needs has been overwritten by then")
@@ -414,6 +461,14 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             for each in heads:
                 each.meta["zeco_fitted"] = True
             g = heads[0] if len(heads) == 1 else ops.call(torch.cat, heads)
+        if roles.before is not None:
+            k, v = _one_later(ops, k, wiring.group), _one_later(ops, v, wiring.group)
+            if g is not None and roles.before == "kept":
+                g = _one_later(ops, g, wiring.group)
+            elif g is not None:
+                decay = ops.call(torch.exp, g)
+                decay = decay if roles.axes.gate_has_key else ops.unsqueeze(decay, 3)
+                k = ops.call(aten.to.dtype, ops.multiply(k, decay), operand_dtype)
         state = None
         if roles.initial_state is not None:
             state = arrange(ops, roles.axes, Canonical.STATE, [roles.initial_state], values)
@@ -423,6 +478,9 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
         )  # fmt: skip
         o = ops.call(operator.getitem, call, 0)
         o = disarrange(ops, roles.axes, o)
+        if match.length_factor is not None:  # of the slice's length as yet, as the user's own (length.py)
+            from_length, multiplied = match.length_factor
+            o = ops.call(torch.mul if multiplied else torch.div, o, from_length)
         if operand_dtype != dtype:
             o = ops.call(aten.to.dtype, o, dtype)
         last = o  # there are no readers of the state otherwise
@@ -432,12 +490,21 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             last = last if state_scale == 1.0 else ops.call(aten.mul.Tensor, last, state_scale)
             last = ops.call(aten.to.dtype, last, region.final_state.meta["val"].dtype)
     graph.erase_node(anchor)
+    shadow.rewritten[region.output] = o
+    if state_readers and region.final_state is not None:
+        shadow.rewritten[region.final_state] = last
     for user, argument in readers:
         user.replace_input_with(argument, o)
     for user, argument in state_readers:
         user.replace_input_with(argument, last)
     _erase(analysis, region)
     return _report(analysis, match, number, gate_node, gate_form)
+
+
+def _one_later(ops: GraphOperations, x: fx.Node, group: str) -> fx.Node:
+    """[B, T, ...] with each row at the next position: the first is the last one of the rank before, zeros at rank 0."""
+    rows = ops.call(torch.ops.zeco.halo.default, x, 1, 1, 0, 0.0, group)
+    return ops.call(aten.slice.Tensor, rows, 1, 0, -1)
 
 
 def _as(ops: GraphOperations, x: fx.Node, nodes: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
@@ -609,6 +676,7 @@ def _report(
         notes=[
             f"{len(region.user_nodes)} nodes of your graph became one operator",
             *([f"k is multiplied with {roles.write_factor} of the decay a"] if roles.write_factor else []),
+            *([f"a position reads the state before its own write, {roles.before}"] if roles.before else []),
             *([f"log decay of each head: {_listed(roles.constant)}"] if roles.constant else []),
             *(f"the values of `{mask.name}` were taken as they are" for mask in region.masks),
         ],

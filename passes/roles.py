@@ -83,12 +83,17 @@ WRITE_FACTORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 (HGRN, minGRU, a moving average), or what keeps the state's variance (RG-LRU)."""
 
 
+BEFORE = ("kept", "decayed")
+"""In which state a position may find what was written before it: see `Roles`."""
+
+
 @dataclass(frozen=True)
 class Roles:
     """A hypothesis about a region. Inputs are ATen nodes; k and v are products of the inputs named.
 
     `write_factor` names the function of the gate that k is multiplied with. `constant` are the log decays of a
-    region that has no gate but forgets, one for each head.
+    region that has no gate but forgets, one for each head. `before` says that a position reads the state before its
+    own write (a strict mask): "decayed" by its own gate already, or "kept" as the position before has left it.
     """
 
     q: tuple[fx.Node, ...]
@@ -101,11 +106,13 @@ class Roles:
     scale: float = 1.0
     write_factor: str | None = None
     constant: tuple[float, ...] | None = None
+    before: str | None = None
 
     @property
     def is_running_sum(self) -> bool:
-        """Nothing but a sum over the positions so far."""
-        nothing_else = not self.q and not self.k and self.initial_state is None
+        """Nothing but a sum over the positions so far. Of one number per position (one sequence, no heads) it cannot be
+        told whether it is the value or the key."""
+        nothing_else = not self.q and not (self.k and self.v) and self.initial_state is None
         return self.gate is None and self.constant is None and nothing_else
 
     @property
@@ -167,6 +174,8 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
     if not writers:
         raise NotLinearAttention("nothing is carried from one position to later ones linearly")
 
+    rows = row_dims(analysis, region.output)
+    reads_before = bool(rows and (as_rows(base, rows)[0] == 0).all())
     output_atoms = _atoms(analysis, region.output)
     outer = {a for n in (*gates, *readers) for a in _atoms(analysis, n)}
     value_atoms = [a for a in output_atoms if a not in outer]
@@ -185,6 +194,13 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
             continue
         state = candidate_states[0] if candidate_states else None
         if state is not None and not axes.covers(Canonical.STATE, state):
+            continue
+        if reads_before:
+            forms = [(gates[0], form) for form in GATE_FORMS] if gates else [(None, None)]
+            ways = BEFORE if gates else BEFORE[:1]
+            for (gate, form), factor, way in itertools.product(forms, (None, *WRITE_FACTORS), ways):
+                if state is None and (gate is not None or factor is None):
+                    yield Roles(q, k, v, gate, form, None, axes, write_factor=factor, before=way)
             continue
         if not gates:
             yield Roles(q, k, v, None, None, state, axes)
@@ -307,13 +323,20 @@ def _recurrence(
         if roles.write_factor is not None:
             factor = WRITE_FACTORS[roles.write_factor](log_decay)
             k = k * canonical_value(axes, Canonical.KEY, [roles.gate], {roles.gate: factor}, sizes)
+    v = canonical_value(axes, Canonical.VALUE, roles.v, values, sizes)
+    if roles.before is not None:
+        k, v = _one_later(k), _one_later(v)
+        if g is not None and roles.before == "kept":
+            g = _one_later(g)
+        elif g is not None:
+            k = k * (g if g.dim() == k.dim() else g[..., None]).exp()
     state = None
     if roles.initial_state is not None:
         state = canonical_value(axes, Canonical.STATE, [roles.initial_state], values, sizes)
     o, state_after = recurrent_gated_linear_attention(
         canonical_value(axes, Canonical.KEY, roles.q, values, sizes),
         k,
-        canonical_value(axes, Canonical.VALUE, roles.v, values, sizes),
+        v,
         g,
         scale=1.0,
         initial_state=state,
@@ -321,6 +344,11 @@ def _recurrence(
     )
     assert state_after is not None, "it was asked for"
     return o, state_after
+
+
+def _one_later(x: torch.Tensor) -> torch.Tensor:
+    """[B, T, ...] with each row at the next position, zeros at the first."""
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
 
 
 # ------------------------------------------------------------------------------------------------------ probing

@@ -33,6 +33,7 @@ class Shadow:
     with ATen nodes for tensors). ``reads``: (user node, argument node) -> the same for the value of the argument
     when the user ran. ``memory``: node of the user's graph -> the memory of its tensors, by a number that views
     share; ``writes``: node -> the memory that it wrote into. ``groups``: user node -> its ATen nodes, in order.
+    ``rewritten``: ATen node -> node that has been put into the user's graph to compute its value.
     """
 
     graph: fx.Graph
@@ -43,6 +44,7 @@ class Shadow:
     memory: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     writes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     groups: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    rewritten: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def tensors_read(self, user: fx.Node, argument: fx.Node) -> list[fx.Node]:
         """The ATen nodes of the tensors in `argument`, as `user` saw them."""

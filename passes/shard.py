@@ -46,7 +46,6 @@ def shard(
     report: Report,
     *,
     attempts: Sequence[tuple[fx.Node, str]] = (),
-    fallback: Fallback | None = None,
 ) -> int:
     """Rewrites the graph of `analysis` and returns at how many places. `attempts` are what recognition tried, for
     the message of a refusal. Raises UnsupportedOp before anything is changed."""
@@ -62,8 +61,6 @@ def shard(
 
     def fall_back(user_node: fx.Node) -> bool:
         found = over_windows(analysis, user_node) or over_all_keys(analysis, user_node)
-        if found is None and fallback is not None:
-            found = fallback(analysis, user_node)
         if found is not None:
             plans[user_node] = found
         return found is not None
@@ -71,15 +68,7 @@ def shard(
     assign_states(analysis, handled, fall_back)
     refuse_mixed(analysis, attempts, {node for found in plans.values() for node in found.covers})
     for user_node, found in plans.items():
-        report.decisions.append(
-            Decision(
-                str(user_node), op_name(user_node), found.decision, user_location(user_node), found.detail
-            )
-        )
-        report.communication += [
-            Communication(f"{found.decision} of {user_node}", way, "", sent, 2)
-            for way, sent in found.exchanges
-        ]
+        _note(report, user_node, found)
     for found in plans.values():
         found.apply(ranks)
     replaced = {node for found in plans.values() for node in found.covers}
@@ -94,6 +83,38 @@ def _does_nothing(analysis: Analysis, user_node: fx.Node) -> bool:
     """Dynamo keeps calls whose results nobody reads: `mask.to(device)`, which is `mask`."""
     shadow, calls = analysis.shadow, user_node.op in ("call_function", "call_method")
     return calls and user_node not in shadow.writes and not shadow.groups.get(user_node)
+
+
+def gather_one(analysis: Analysis, ranks: Ranks, report: Report, fallback: Fallback) -> bool:
+    """Makes the first node right that only `fallback` can make right; False if there is none. What follows it has to
+    be analysed anew: the axes of its result are known only once it is there."""
+    found: list[tuple[fx.Node, Plan]] = []
+
+    def handled(user_node: fx.Node) -> bool:
+        return settled(user_node) or plan(analysis, user_node) is not None
+
+    def settle(user_node: fx.Node) -> bool:
+        if found or over_windows(analysis, user_node) or over_all_keys(analysis, user_node):
+            return True
+        gathered = fallback(analysis, user_node)
+        if gathered is not None:
+            found.append((user_node, gathered))
+        return gathered is not None
+
+    assign_states(analysis, handled, settle)
+    for user_node, gathered in found:
+        _note(report, user_node, gathered)
+        gathered.apply(ranks)
+    return bool(found)
+
+
+def _note(report: Report, user_node: fx.Node, found: Plan) -> None:
+    report.decisions.append(
+        Decision(str(user_node), op_name(user_node), found.decision, user_location(user_node), found.detail)
+    )
+    report.communication += [
+        Communication(f"{found.decision} of {user_node}", way, "", sent, 2) for way, sent in found.exchanges
+    ]
 
 
 def refuse_mixed(

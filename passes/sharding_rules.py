@@ -7,7 +7,7 @@ is MIXED; it looks at what the node's ATen ops do along the sequence.
     reduction over the sequence      sum over the group (for a mean: divided by its size), also of a histogram
     cross entropy, shifted or not    global sum over global count
     convolution, padding, shift      the neighbour's rows (halo)
-    arange                           the rank's offset
+    arange, sums of whole numbers    the rank's offset
     rows of a table by position      the rank's rows
     first or last token              from the rank that has it
 """
@@ -164,6 +164,41 @@ def _positions(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     return Plan("offset", "positions start at the rank's first token", apply)
 
 
+def _counts(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    """`mask.cumsum(1)`: running sums of whole numbers, which have no gradient. Those of the earlier ranks are added."""
+    mixing = mixing_nodes(analysis, user_node)
+    if len(mixing) != 1 or mixing[0].target is not aten.cumsum.default or user_node in analysis.shadow.writes:
+        return None
+    (node,) = mixing
+    source, made = operand(node, 0), node.meta["val"]
+    exact = not any(
+        value.dtype.is_floating_point or value.dtype.is_complex for value in (source.meta["val"], made)
+    )
+    if not exact or single_output(analysis, user_node) is not node or not is_local(analysis, source):
+        return None
+    dim = argument(node, "dim") % made.dim()
+    if analysis.track.sequence_dims(node) != [dim] or row_dim(analysis, node) != dim:
+        return None
+
+    def apply(ranks: Ranks) -> None:
+        emit = Emit(user_node, after=True)
+        last = emit.call(aten.select.int, user_node, dim, -1)
+        totals = emit.call(aten.unsqueeze.default, last, dim)
+        totals = emit.call(zeco.gather_sequence.default, totals, dim, ranks.group, ranks.world_size, True)
+        before = emit.call(aten.narrow.default, totals, dim, 0, ranks.rank)
+        offset = emit.call(aten.sum.dim_IntList, before, [dim], True, dtype=made.dtype)
+        new = emit.call(aten.add.Tensor, user_node, offset)
+        replace_value(user_node, new, [last, new])
+        settle(user_node)
+
+    return Plan(
+        "offset",
+        "running sums of whole numbers, from those of the earlier ranks on",
+        apply,
+        (("among all ranks", bytes_of(analysis, node, dim)),),
+    )
+
+
 def _table_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     """`table[:T]`, rows of something that every rank holds, read as one row per position."""
     lookups = mixing_nodes(analysis, user_node)
@@ -247,6 +282,7 @@ _RULES: tuple[Callable[[Analysis, fx.Node], Plan | None], ...] = (
     concatenation,
     written_shifted,
     _positions,
+    _counts,
     _table_rows,
     _single_token,
 )

@@ -23,6 +23,8 @@ from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import ChainedSource, CompileContext, TracingContext
+from torch._higher_order_ops.effects import _EffectType as EffectType
+from torch._higher_order_ops.effects import with_effects
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._higher_order_ops.wrap import uid as checkpoint_numbers
 from torch._inductor import custom_graph_pass
@@ -95,7 +97,8 @@ def trace_functional(function: Callable[..., Any], fakes: Sequence[Any]) -> fx.G
     """
 
     def functional(*args: Any) -> list[Any]:
-        with FunctionalTensorMode():
+        with FunctionalTensorMode() as functionalising:
+            give_tokens(functionalising)
             wrapped = [FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in args]
             results = [r for r in pytree.tree_leaves(function(*wrapped)) if isinstance(r, torch.Tensor)]
             finals = []
@@ -108,6 +111,18 @@ def trace_functional(function: Callable[..., Any], fakes: Sequence[Any]) -> fx.G
 
     traced: fx.GraphModule = make_fx(functional, tracing_mode="real")(*fakes)
     return traced
+
+
+def give_tokens(mode: FunctionalTensorMode) -> None:
+    """Lets ops with a side effect be traced (the check for errors behind `torch.linalg.inv`). AOTAutograd gives them
+    tokens, made before the trace, that keep them in order; without one the functional mode fails."""
+    for effect in EffectType:
+        mode._tokens[effect] = torch.empty(0)
+
+
+def checks_only(node: fx.Node) -> bool:
+    """A check that raises or does nothing, traced as an op with a side effect."""
+    return node.target is with_effects and node.args[1] is torch.ops.aten._linalg_check_errors.default
 
 
 def tracing_graph() -> fx.Graph | None:

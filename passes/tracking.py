@@ -138,8 +138,8 @@ class Tracking:
                 dims[len(dims) - rank + position] for dims in operands if len(dims) >= rank - position
             ]
             # Atoms of size one (one token per rank) give way to real axes unless they are the sequence's.
-            real = [dim for dim in candidates if dim and not self._only_unit(dim)]
-            units = [dim for dim in candidates if dim and self._only_unit(dim)]
+            real = [dim for dim in candidates if dim and not self.only_unit(dim)]
+            units = [dim for dim in candidates if dim and self.only_unit(dim)]
             for dim in real or units:
                 merged = self.unified(self.current, merged, dim)
             if real and any(self.axes.is_sequence(dim) for dim in units):
@@ -149,7 +149,7 @@ class Tracking:
             out.append(merged)
         return tuple(out)
 
-    def _only_unit(self, dim: Dim) -> bool:
+    def only_unit(self, dim: Dim) -> bool:
         return same_size(self.axes.size(dim), 1)
 
     def slice(self, node: fx.Node, dim: Dim, size_in: Size, size_out: Size) -> Dim:

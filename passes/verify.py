@@ -20,7 +20,7 @@ from zeco_compile.passes.functions import refuse_mixing_backwards
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.plans import settled
 from zeco_compile.passes.report import op_name
-from zeco_compile.passes.schema import argument
+from zeco_compile.passes.schema import argument, shape
 from zeco_compile.passes.shard import refuse_mixed
 
 aten = torch.ops.aten
@@ -168,6 +168,14 @@ def _refuse_partial_outputs(analysis: Analysis) -> None:
         for value in analysis.shadow.tensors_read(output, returned):
             state = analysis.state(value)
             dims = analysis.track.sequence_dims(value)
+            if _has_another_length(analysis, value):
+                raise UnsupportedOp(
+                    op_name(returned),
+                    location=user_location(returned),
+                    why="an output of the graph has a size that is computed from the length, and is not known to be "
+                    "the rows of the sequence.",
+                    node=str(returned),
+                )
             folded = any(len(analysis.track.axes.flat(analysis.track.dims(value)[d])) > 1 for d in dims)
             first = dims and folded and not _outermost(analysis, value, dims)
             if state is State.LOCAL and len(dims) <= 1 and not first:
@@ -179,6 +187,16 @@ def _refuse_partial_outputs(analysis: Analysis) -> None:
                 "axes folded together), so the ranks' parts cannot be put side by side.",
                 node=str(returned),
             )
+
+
+def _has_another_length(analysis: Analysis, value: fx.Node) -> bool:
+    if isinstance(analysis.length, int) or not isinstance(value.meta.get("val"), torch.Tensor):
+        return False  # another trace shows it (second_look.py)
+    symbols = analysis.length.free_symbols
+    return any(
+        bool(sympy.sympify(size).free_symbols & symbols) and not analysis.track.axes.is_sequence(dim)
+        for size, dim in zip(shape(value), analysis.track.dims(value), strict=True)
+    )
 
 
 def _outermost(analysis: Analysis, value: fx.Node, dims: list[int]) -> bool:

@@ -39,7 +39,7 @@ from zeco_compile.passes.branches import Assumptions, assumptions, refuse_consta
 from zeco_compile.passes.errors import LengthInValue
 from zeco_compile.passes.inputs import graph_inputs
 from zeco_compile.passes.masks import Buffer
-from zeco_compile.passes.modes import refuse_hooks
+from zeco_compile.passes.modes import refuse_hooks, refuse_inner_gradients
 from zeco_compile.passes.plans import Ranks
 from zeco_compile.passes.report import Communication, PassRecord, Report, op_name
 from zeco_compile.passes.roles import NotLinearAttention
@@ -93,6 +93,7 @@ def rewrite(
     has to be the same program, and what it takes for granted is added.
     """
     refuse_hooks(gm)
+    refuse_inner_gradients(gm)
     checkpoints.inline_checkpoints(gm)
     wiring = recognize.Wiring(resolve_schedule(settings.schedule), settings.blocks or 0, ranks.group)
     work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [], {})
@@ -279,10 +280,23 @@ def _length(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
 
 
 def _shard(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    _take_whole_length(work, analysis)
+    if work.settings.on_unsupported == "gather":
+        while shard.gather_one(analysis, work.ranks, work.report, gather.gather_region):
+            work.gm.graph.lint()
+            work.gm.recompile()
+            record.matches += 1
+            again = work.analyse()
+            assert again is not None, "the inputs are the same after every rewrite"
+            analysis = again
+            _take_whole_length(work, analysis)
+    record.matches += shard.shard(analysis, work.ranks, work.report, attempts=work.attempts)
+
+
+def _take_whole_length(work: _Rewriting, analysis: Analysis) -> None:
+    """Let rules that need the whole sequence's own numbers ask the second trace for them, where the length is fixed."""
     if work.look is not None and isinstance(analysis.length, int) and analysis.length > 1:
         analysis.at_whole_length = work.look.at_whole_length
-    fallback = gather.gather_region if work.settings.on_unsupported == "gather" else None
-    record.matches = shard.shard(analysis, work.ranks, work.report, attempts=work.attempts, fallback=fallback)
 
 
 def _verify(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:

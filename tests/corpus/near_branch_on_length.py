@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"refused": r"near_branch_on_length\.py"}
+EXPECTED = {"refused": r"where: \S*near_branch_on_length\.py:\d+"}
 LOCAL_LENGTHS = (5,)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils import _traceback
 
 from zeco_compile.passes import locations
 from zeco_compile.passes.locations import (
@@ -128,3 +129,18 @@ def test_describe_shows_place_function_and_line():
     described = Location("/m.py", 12, "forward", "y = x.flip(1)").describe()
     assert described == "/m.py:12, in forward\n    y = x.flip(1)"
     assert Location("/m.py", 12).describe() == "/m.py:12"
+
+
+def test_the_short_form_of_a_frame():
+    """Whatever folders the file has in common with PyTorch's."""
+    short = _traceback.shorten_filename
+    line = line_of("the line of Scale")
+    code = "return x * 2  # the line of Scale"
+    for file in (HERE, str(Path(torch.nn.__file__))):
+        found = locations.of_short_frame(
+            f"{linecache.getline(file, line).strip()}  # {short(file)}:{line} in forward"
+        )
+        assert (found.file, found.line) == (file, line)
+    assert locations.of_short_frame(f"{code} changed  # {short(HERE)}:{line} in forward") == UNKNOWN
+    assert locations.of_short_frame(f"{code}  # nowhere/else.py:{line} in forward") == UNKNOWN
+    assert locations.of_short_frame("") == UNKNOWN

@@ -109,6 +109,15 @@ def test_fake_inputs_outside_of_a_compilation_are_an_error():
         torch_private.fake_inputs(torch.fx.symbolic_trace(lambda x: x.sin()), [torch.ones(1)])
 
 
+def test_checks_with_side_effects_can_be_traced():
+    """`torch.linalg.inv` checks for errors by an op that AOTAutograd keeps in order with tokens."""
+    with torch._subclasses.FakeTensorMode() as mode, torch.no_grad():
+        gm = torch_private.trace_functional(torch.linalg.inv, [mode.from_tensor(torch.eye(3))])
+    checks = [node for node in gm.graph.nodes if torch_private.checks_only(node)]
+    assert len(checks) <= 1  # none where the check is not traced at all
+    assert any(node.target is torch.ops.aten.linalg_inv_ex.default for node in gm.graph.nodes)
+
+
 def test_trace_functional_gives_values_of_in_place_code_as_they_were_read():
     """Two reads of a tensor that is written in between are two nodes; writes are gone from the graph."""
     nodes = []
@@ -317,7 +326,7 @@ def test_views_share_their_memory():
         seen["other"] = torch_private.memory_of(x * 2)
         return y
 
-    mode = torch._subclasses.fake_tensor.FakeTensorMode()
+    mode = torch._subclasses.FakeTensorMode()
     with mode:
         torch_private.trace_functional(function, [torch.empty(2, 3)])
     assert len(seen["y"]) == 1

@@ -362,7 +362,10 @@ def _leaf(tensor: Tensor) -> bool:
 
 def _gradient(tensor: Tensor) -> Tensor:
     """Unused means a gradient of zero, whether autograd says None or not."""
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.detach()
+    if tensor.grad is None:
+        return torch.zeros_like(tensor)
+    gradient = tensor.grad.detach()
+    return gradient.to_dense() if gradient.is_sparse else gradient  # as `nn.Embedding(sparse=True)` has them
 
 
 def _terms(run: _Run, places: list[Slice]) -> dict[Term, Tensor]:

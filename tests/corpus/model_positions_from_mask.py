@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
-EXPECTED = {"refused": r"near_positions_from_mask\.py", "or_equal": True}
+EXPECTED = {"families": []}
 LOCAL_LENGTHS = (5,)
+WORLD_SIZE = 3
 
 
 class Model(nn.Module):
@@ -14,7 +15,8 @@ class Model(nn.Module):
 
     def forward(self, x, mask):
         position_ids = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 1)
-        return x + self.wpe(position_ids)
+        seen = (mask == 0).cumsum(1, dtype=torch.int32)
+        return x + self.wpe(position_ids) * seen[..., None], seen
 
 
 def make_model():

@@ -1,0 +1,112 @@
+"""`on_unsupported="gather"`: what cannot be split is computed on the whole sequence, and is then what it should be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zeco_compile.passes.errors import UnsupportedOp
+from zeco_compile.testing import assert_equivalent, assert_refused
+
+GATHER = {"on_unsupported": "gather"}
+WIDTH = 4
+
+
+class Model(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Parameter(torch.randn(40, WIDTH))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def attention(model: Model, x: Tensor) -> Tensor:
+    sums = F.logsigmoid(x[..., 0]).cumsum(1)
+    decays = (sums[:, :, None] - sums[:, None, :]).exp().tril()
+    return ((model.query(x) @ model.key(x).mT) * decays) @ x
+
+
+def inputs() -> Tensor:
+    return torch.randn(2, 12, WIDTH)
+
+
+def whole(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], dtype=x.dtype)
+
+
+BESIDE_OTHER_REWRITES = {
+    "reversed sums": lambda m, x: m.query(x).flip(1).cumsum(1).flip(1),
+    "sums of a softmax": lambda m, x: (m.query(x).softmax(1).cumsum(1) * x).sum(),
+    "sums, sorted": lambda m, x: (m.query(x).cumsum(1).sort(1)[0] * x).mean(1),
+    "attention, then a softmax": lambda m, x: attention(m, x).softmax(1),
+    "a norm of sums": lambda m, x: F.layer_norm(x.cumsum(1), x.shape[1:]),
+    "shifted after reversal": lambda m, x: F.pad(m.query(x).flip(1), (0, 0, 1, -1)),
+    "positions after reversal": lambda m, x: m.query(x).flip(1) * whole(x)[:, None],
+    "rows of a table, reversed": lambda m, x: m.query(x) + m.table[: x.shape[1]].flip(0),
+}
+CONSTANTS_OF_THE_LENGTH = {
+    "largest position": lambda m, x: m.query(x) / whole(x).max(),
+    "positions, reversed": lambda m, x: m.query(x) * whole(x).flip(0)[:, None],
+    "positions, softmax": lambda m, x: m.query(x) * whole(x).softmax(0)[:, None],
+    "ones, summed": lambda m, x: m.query(x) / torch.ones(x.shape[1]).cumsum(0).amax(),
+    "rows of a triangle": lambda m, x: (
+        (t := torch.ones(x.shape[1], x.shape[1]).tril().to(x)) / t.sum(1, True) @ m.query(x)
+    ),
+    "ones like a value": lambda m, x: torch.cat([torch.ones_like(x), m.query(x).flip(1)], 1).sum(1),
+    "a size kept in a variable": lambda m, x: m.query(x).transpose(1, 2).reshape(x.size()),
+}
+AXES_NOT_KNOWN = {
+    "differences": lambda m, x: torch.diff(m.query(x), dim=1, prepend=torch.zeros_like(x[:, :1])),
+    "an operator": lambda m, x: torch.cond(x.sum() > 0, lambda y: y.flip(1), lambda y: y * 3, (m.query(x),)),
+    "pairs, in two parts": lambda m, x: torch.cat(
+        [s @ x for s in (m.query(x) @ x.mT).relu().chunk(2, 0)], 1
+    ).sum(1),
+}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(function, id=name)
+        for cases in (BESIDE_OTHER_REWRITES, CONSTANTS_OF_THE_LENGTH, AXES_NOT_KNOWN)
+        for name, function in cases.items()
+    ],
+)
+def test_equal(function):
+    assert_equivalent(lambda: Model(function), inputs, world_size=2, options=GATHER)
+
+
+def test_equal_on_three_ranks():
+    assert_equivalent(
+        lambda: Model(lambda m, x: attention(m, x).topk(3, dim=1)[0]), inputs, world_size=3, options=GATHER
+    )
+
+
+def written(m: Model, x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:, 1:] = m.query(x).flip(1)[:, :-1]
+    return out + out.flip(1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(written, id="others read what is written to"),
+        pytest.param(lambda m, x: torch.cat([m.query(x), x.flip(1)], 1), id="twice as many rows"),
+        pytest.param(lambda m, x: torch.vmap(lambda q: (q @ q.mT).relu() @ q)(m.query(x)), id="vmap"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused(function):
+    assert_refused(
+        lambda: Model(function),
+        inputs,
+        world_size=2,
+        options=GATHER,
+        error=UnsupportedOp,
+        match=r"test_gather\.py",
+    )
