@@ -141,17 +141,18 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
     """What was fastest on an H200 (K = V = 128, bf16); ``wide`` for operands of four bytes, which take twice the
     shared memory."""
     value = max(16, triton.next_power_of_2(value))
-    columns = min(value, max(32, (8192 if wide else 16384) // width))
+    columns = min(value, max(32, (8192 if wide else 16384) // width), 128 if wide else 256)
     warps = 4 if width * columns <= 8192 else 8
     half, narrow = min(64, width), min(32, width)
     across = min(value, 32 if wide else 64)
+    fewer = 1 if wide and width > 128 else 2  # two rows of 256 float32 a token, twice, are more than there is
     return {
         "prepare": Launch(narrow if wide else half, min(value, 64 if wide else 128), 4, 2),
         "strong_operands": Launch(narrow if wide else half, 0, 4, 1),
         "chunk_pairs": Launch(narrow if wide else half, 0, 4, 1),
         "segment_states": Launch(width, columns, warps, 2 if wide else 3),
-        "read_out": Launch(width, columns, warps, 2 if wide or width > 128 else 3),
-        "read_out_saving": Launch(width, columns, warps, 2),
+        "read_out": Launch(width, columns, warps, fewer if wide or width > 128 else 3),
+        "read_out_saving": Launch(width, columns, warps, fewer),
         "pairs_backward": Launch(0, across, 4, 2),
         "operands_backward": Launch(narrow if wide else half, across, 4, 2 if wide else 3),
         "strong_operands_backward": Launch(narrow, across, 4, 2),
