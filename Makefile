@@ -14,7 +14,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/train_gla.py --out out/demo
 
 test: $(INSTALLED)
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

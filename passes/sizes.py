@@ -37,11 +37,25 @@ class SizeFacts:
         self.guards = tuple(guards)
         self.hints = dict(hints or {})
         self._known: dict[Any, Size] = {}
+        self._admitted: dict[frozenset[tuple[Any, int]], bool] = {}
+        self._strictest = list(self.guards)
 
     def admits(self, values: Mapping[Any, int]) -> bool:
         """The guards hold for these values of symbols, and for the values at hand of all others."""
-        numbers = {s: sympy.Integer(v) for s, v in (self.hints | dict(values)).items()}
-        return all(guard.xreplace(numbers) != sympy.false for guard in self.guards)
+        key = frozenset(values.items())
+        if key not in self._admitted:
+            self._admitted[key] = self._holds(
+                {s: sympy.Integer(v) for s, v in (self.hints | dict(values)).items()}
+            )
+        return self._admitted[key]
+
+    def _holds(self, numbers: Mapping[Any, Any]) -> bool:
+        for index, guard in enumerate(self._strictest):
+            if guard.xreplace(numbers) == sympy.false:
+                # the guard that has refused one value is likely to refuse the next
+                self._strictest.insert(0, self._strictest.pop(index))
+                return False
+        return True
 
     def values_of(self, symbol: Any, start: int = 2) -> Iterator[int]:
         """Values from `start` on, of this symbol and of those that are as large now, for which the guards hold. Beyond

@@ -90,6 +90,19 @@ def fresh_ranks() -> Iterator[Callable[..., FreshRanks]]:
         each.close()
 
 
+# What takes longest comes first, a file at a time to each of two processes: at the end none waits for the other.
+LONGEST = (
+    *("test_corpus", "test_property", "test_substitutes", "test_cases", "test_codegen", "test_exchange"),
+    *("test_losses", "test_keys", "test_keys_constant_length", "test_example", "test_checkpoints"),
+    *("test_transformers", "test_attention", "test_loops", "test_bad_input"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+
+
 CORPUS: list[tuple[str, bool, str]] = []
 """(name, whether regions are to be recognised, what became of it) of every entry of the corpus that ran."""
 
