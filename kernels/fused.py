@@ -76,10 +76,6 @@ class _Plan:
     def rows(self) -> int:
         return self.sizes.batch * self.sizes.heads
 
-    @property
-    def storage(self) -> torch.dtype:
-        return torch.bfloat16 if self.dot == tl.bfloat16 else torch.float32
-
     def by_segment(self, name: str) -> tuple[int, int, int]:
         """One program a (batch and head, segment, tile of the state)."""
         launch = self.launches[name]
@@ -131,6 +127,12 @@ def _precision(device: torch.device, *tensors: Tensor) -> tuple[Any, str, float]
     if dtypes <= {torch.bfloat16, torch.float16}:
         return tl.float32, "tf32", _LIMIT_BF16
     return tl.float32, "tf32x3", _LIMIT_FP32
+
+
+def _storage(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+    """Of what the products take, where it is kept."""
+    dot, _, _ = _precision(q.device, q, k, v)
+    return torch.bfloat16 if dot == tl.bfloat16 else torch.float32
 
 
 def _width(key: int) -> int:
@@ -189,8 +191,8 @@ def _segments(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor]
     """For each segment the state that it makes, and its decay."""
     batch, _, heads, key = q.shape
     rows, value = batch * heads, v.shape[3]
-    dot, _, _ = _precision(q.device, q, k, v)
-    most = _most_segments(rows, _width(key), value, dot != tl.bfloat16, q.device)
+    wide = _storage(q, k, v) != torch.bfloat16
+    most = _most_segments(rows, _width(key), value, wide, q.device)
     states = q.new_empty((rows, most, key, value), dtype=torch.float32)
     return [states, q.new_empty((rows, most, key if _per_channel(g) else 1), dtype=torch.float32)]
 
@@ -204,8 +206,7 @@ def empty_kept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor
     batch, tokens, heads, key = q.shape
     rows, chunks = batch * heads, (tokens + CHUNK - 1) // CHUNK
     if _per_channel(g):
-        dot, _, _ = _precision(q.device, q, k, v)
-        storage = torch.bfloat16 if dot == tl.bfloat16 else torch.float32
+        storage = _storage(q, k, v)
         operand, total = (rows, chunks * CHUNK, _width(key)), (rows, chunks, _width(key))
         operands = [q.new_empty(operand, dtype=storage) for _ in range(2)]
         first = [*operands, q.new_empty(total, dtype=torch.float32), q.new_empty(total, dtype=torch.int8)]
@@ -225,10 +226,8 @@ def empty_dkept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tenso
 
 def _empty_by_chunk(shape: Sequence[int], q: Tensor, k: Tensor, v: Tensor, wanted: bool) -> Tensor:
     batch, tokens, heads, _ = q.shape
-    dot, _, _ = _precision(q.device, q, k, v)
-    storage = torch.bfloat16 if dot == tl.bfloat16 else torch.float32
     chunks = (tokens + CHUNK - 1) // CHUNK
-    return q.new_empty((batch * heads, chunks, *shape) if wanted else (0,), dtype=storage)
+    return q.new_empty((batch * heads, chunks, *shape) if wanted else (0,), dtype=_storage(q, k, v))
 
 
 def empty_pairs(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, everywhere: bool) -> Tensor:
