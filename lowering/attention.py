@@ -178,7 +178,7 @@ def _scan_start(
 ) -> Tensor:
     label = "scan reverse" if reverse else "scan"
     op_log.record("scan_start reverse" if reverse else "scan_start")
-    run = all_scan.algorithm(schedule)
+    all_scan.check_schedule(schedule)
     token = state.new_zeros((1,))
     where = members(group)
     job: Job[Tensor]
@@ -193,9 +193,8 @@ def _scan_start(
         first = where.world_size - 1 if reverse else 0
         entering = boundary if where.rank == first else None
         enters = None if entering is None else communicator.to_wire(entering.to(state.dtype))
-        count = blocks
-        if count < 1:
-            count = all_scan.default_blocks(mine.nbytes, mine.shape[2], where.world_size)
+        plan = communicator.plan(mine, decay, schedule, blocks)
+        run, count = all_scan.algorithm(plan.schedule), plan.blocks
         job = communicator.submit(
             label,
             lambda link: run(link, mine, decay, enters, count),
@@ -432,9 +431,10 @@ def _gated_linear_attention(
     """What ``zeco::gated_linear_attention`` does, on this rank's slice of the sequence.
 
     q, k [B, T, H, K]; v [B, T, H, V]; g None, [H] (constant per head), [B, T, H] or [B, T, H, K]; initial
-    state [B, H, K, V], the same on every rank. ``schedule`` is a name of ``all_scan.ALGORITHMS`` or "auto",
-    ``blocks`` below 1 means the default. Returns o [B, T, H, V] in q's dtype, and the state after the whole
-    sequence [B, H, K, V] in the state dtype, equal on every rank (an empty tensor when not asked for).
+    state [B, H, K, V], the same on every rank. ``schedule`` is a name of ``all_scan.ALGORITHMS`` or "auto"; "auto",
+    and ``blocks`` below 1, mean the fastest by ``cost_model.py``. Returns o [B, T, H, V] in q's dtype, and the state
+    after the whole sequence [B, H, K, V] in the state dtype, equal on every rank (an empty tensor when not asked
+    for).
 
     Differentiable once, in q, k, v, g and the initial state.
 
@@ -450,7 +450,7 @@ def _gated_linear_attention(
     sizes = check_sizes(q, k, v, g)
     if initial_state is not None:
         check_state("initial_state", initial_state, sizes)
-    arguments = (scale, output_final_state, all_scan.resolve_schedule(schedule), blocks, group)
+    arguments = (scale, output_final_state, all_scan.check_schedule(schedule), blocks, group)
     if not is_fused(q, k, v, g):
         return _GatedLinearAttention.apply(q, k, v, g, initial_state, *arguments)
     inputs = (q, k, v, g, initial_state)

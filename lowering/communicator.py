@@ -32,7 +32,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from zeco_compile.lowering import op_log, torch_private, volume
+from zeco_compile.lowering import cost_model, links, op_log, torch_private, volume
 from zeco_compile.lowering.errors import CommunicatorUnavailable, GroupNotFound, NeighbourLost
 
 T = TypeVar("T")
@@ -66,20 +66,31 @@ def communicator_for(group: str, device: torch.device) -> Communicator:
     The first use must come on every rank of the group (it connects them). Raises GroupNotFound,
     CommunicatorUnavailable.
     """
-    wire = "gloo"
-    if device.type == "cuda":
-        wire = torch_private.backend_names(_parent(group)).get("cuda", "gloo")
-        if wire not in ("gloo", "nccl"):
-            raise CommunicatorUnavailable(
-                f"The process group {group!r} uses the backend {wire!r} for CUDA tensors, and the All-Scan "
-                "runs over NCCL or gloo only. Make the group with backend='nccl', or pass another group "
-                "in torch.compile's options."
-            )
-    elif device.type != "cpu":
+    wire = wire_of(group, device)
+    return _registry.get(group, wire, "data", device)
+
+
+def wire_of(group: str, device: torch.device) -> str:
+    """Over what tensors on ``device`` travel in that group: "gloo" or "nccl". Makes nothing.
+
+    For ``""`` what an ordinary group would use. Raises GroupNotFound, CommunicatorUnavailable.
+    """
+    if group == "":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cpu":
+        return "gloo"
+    if device.type != "cuda":
         raise CommunicatorUnavailable(
             f"The All-Scan runs on CPU and CUDA tensors, and got one on {device}. Move the model there."
         )
-    return _registry.get(group, wire, "data", device)
+    wire = torch_private.backend_names(_parent(group)).get("cuda", "gloo")
+    if wire not in ("gloo", "nccl"):
+        raise CommunicatorUnavailable(
+            f"The process group {group!r} uses the backend {wire!r} for CUDA tensors, and the All-Scan "
+            "runs over NCCL or gloo only. Make the group with backend='nccl', or pass another group "
+            "in torch.compile's options."
+        )
+    return wire
 
 
 def control_communicator(group: str) -> Communicator:
@@ -221,6 +232,12 @@ class Link:
         self._open: list[list[tuple[int, Any]]] = [self._sends]
         self.world_size = communicator.world_size
         self.rank = self._mapped(communicator.rank)
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each rank (equal numbers: the same host), in the order of the link's ranks."""
+        hosts = self._communicator.links.hosts
+        return hosts[::-1] if self._reverse else hosts
 
     def _mapped(self, rank: int) -> int:
         return self.world_size - 1 - rank if self._reverse else rank
@@ -404,7 +421,8 @@ class Communicator:
     """Transfers among the ranks of one group, over one wire. Get one from :func:`communicator_for`.
 
     ``group`` the user's group's name; ``rank``, ``world_size``, ``global_ranks`` as in :class:`Members`;
-    ``wire`` "gloo" or "nccl"; ``timeout`` the user's group's; ``bytes_sent`` so far.
+    ``wire`` "gloo" or "nccl"; ``links`` what connects the ranks; ``timeout`` the user's group's; ``bytes_sent``
+    so far.
     """
 
     def __init__(
@@ -416,6 +434,7 @@ class Communicator:
         self.rank = parent.rank()
         self.world_size = parent.size()
         self.global_ranks = tuple(dist.get_process_group_ranks(parent))
+        self.links = links.of_group(group)
         self.timeout: timedelta = torch_private.group_timeout(parent)
         self.bytes_sent = 0
         self.device = torch.device("cpu") if wire == "gloo" else device
@@ -459,6 +478,15 @@ class Communicator:
     def wire_rank(self, rank: int) -> int:
         """The rank in :attr:`pg` of a rank of the group: they are the same."""
         return rank
+
+    def plan(
+        self, state: torch.Tensor, log_decay: torch.Tensor, schedule: str, blocks: int
+    ) -> cost_model.Plan:
+        """How a scan of these goes over this wire; the same on every rank for the same sizes."""
+        costs = self.links.costs[self.wire]
+        return cost_model.plan(
+            costs, self.links.hosts, state.nbytes, log_decay.nbytes, state.shape[2], schedule, blocks
+        )
 
     def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor on the wire's device; on the CPU a copy, so that the caller may reuse his."""

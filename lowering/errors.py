@@ -106,3 +106,7 @@ class UnequalShards(ZecoError):
 
 class SecondDerivative(ZecoError):
     """The backward was asked for a graph of itself (``create_graph=True``), which it does not have."""
+
+
+class InvalidLinkCosts(ZecoError):
+    """What a message costs is not a time, or the file of measured costs cannot be read."""

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from zeco_compile.lowering.cost_model import runs
 
 _lock = threading.Lock()
 _sent: Counter[str] = Counter()
@@ -72,13 +75,28 @@ def tree_bytes(size: LayerSize, rank: int, world_size: int) -> int:
 
     The decay goes along while what is sent does not yet reach back to the first rank.
     """
-    if rank >= world_size - 1:
-        return 0
-    total = size.state + (size.decay if rank > 0 else 0)
-    distance = 1
-    while rank >= 1 and rank + distance <= world_size - 1:
-        total += size.state + (size.decay if rank > distance else 0)
-        distance *= 2
+    return two_level_bytes(size, rank, range(world_size))
+
+
+def two_level_bytes(size: LayerSize, rank: int, hosts: Sequence[int]) -> int:
+    """Chain inside of a host, tree between hosts; ``hosts[p]`` is the host of rank p, ranks in the scan's order.
+
+    Inside, a rank sends the state (and beyond the first host the decay) on, and later what comes into the host.
+    The last of a host sends the host's total to the next one, and the first ranks of the hosts make the tree.
+    """
+    found = runs(hosts)
+    number = next(number for number, host in enumerate(found) if rank in host)
+    pair = size.state + (size.decay if number > 0 else 0)
+    total = 0
+    if rank + 1 < found[number].stop:
+        total += pair + (size.state if number > 0 else 0)
+    elif number + 1 < len(found):
+        total += pair
+    if rank == found[number].start and number > 0:
+        distance = 1
+        while number + distance < len(found):
+            total += size.state + (size.decay if number > distance else 0)
+            distance *= 2
     return total
 
 
@@ -92,15 +110,20 @@ def gather_keys_and_values_bytes(size: LayerSize, world_size: int) -> int:
     return (world_size - 1) * size.keys_and_values
 
 
-def schedule_bytes(schedule: str, size: LayerSize, rank: int, world_size: int) -> int:
+def schedule_bytes(
+    schedule: str, size: LayerSize, rank: int, world_size: int, hosts: Sequence[int] | None = None
+) -> int:
     """Bytes that group rank ``rank`` sends in one forward scan of ``schedule``.
 
-    The backward scan runs from the last rank to the first, so there ``rank`` counts from the end.
+    ``hosts[p]`` is the host of rank p, which only "two_level" looks at; None is one host for all. The backward
+    scan runs from the last rank to the first, so there ``rank`` counts from the end, and ``hosts`` too.
     """
     if schedule in ("all_scan", "lasp1"):
         return chain_bytes(size, rank, world_size)
     if schedule == "all_scan_tree":
         return tree_bytes(size, rank, world_size)
+    if schedule == "two_level":
+        return two_level_bytes(size, rank, hosts or [0] * world_size)
     if schedule == "lasp2":
         return gather_states_bytes(size, world_size)
-    raise ValueError(f"no schedule {schedule!r}: one of all_scan, all_scan_tree, lasp1, lasp2")
+    raise ValueError(f"no schedule {schedule!r}: one of all_scan, all_scan_tree, two_level, lasp1, lasp2")

@@ -50,6 +50,12 @@ def graph_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int
     return out
 
 
+def first_device(example_inputs: Sequence[Any]) -> torch.device:
+    """Where the first tensor is; the CPU if there is none."""
+    devices = (value.device for value in example_inputs if isinstance(value, torch.Tensor))
+    return next(devices, torch.device("cpu"))
+
+
 def _marked(value: torch.Tensor, name: str, default: int | None) -> int | None:
     along = getattr(value, MARK, default)
     if along is None:

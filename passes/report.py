@@ -98,6 +98,25 @@ class Communication:
 
 
 @dataclass
+class Scan:
+    """How the states of one region travel, as predicted from what a message costs (lowering/cost_model.py).
+
+    ``state_bytes`` is one rank's state, ``seconds`` the predicted time of one scan in one direction, with nothing
+    beside it. ``links`` has for "intra" (inside of a host) and "inter" (between hosts) the ``latency`` and ``gap`` in
+    seconds a message, ``per_byte`` in seconds a byte, and ``source``: measured, a default, or assumed.
+    """
+
+    region: str
+    schedule: str
+    blocks: int
+    state_bytes: int
+    seconds: float
+    wire: str
+    hosts: int
+    links: dict[str, dict[str, Any]]
+
+
+@dataclass
 class PassRecord:
     """One pass over the graph: how long, how many places it changed, which ops came (+) and went (-)."""
 
@@ -122,6 +141,7 @@ class Report:
     settings: dict[str, Any] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
+    scans: list[Scan] = field(default_factory=list)
     communication: list[Communication] = field(default_factory=list)
     passes: list[PassRecord] = field(default_factory=list)
     error: str = ""
@@ -155,6 +175,7 @@ class Report:
             _summary(self),
             _regions_section(self.regions),
             _decisions_section(self.decisions),
+            _scans_section(self.scans),
             _communication_section(self.communication),
             _passes_section(self.passes),
             _settings_section(self.settings),
@@ -317,6 +338,45 @@ def _decisions_section(decisions: list[Decision]) -> str:
     return "\n\n".join(lines)
 
 
+def _scans_section(scans: list[Scan]) -> str:
+    if not scans:
+        return ""
+    rows = [
+        [
+            scan.region,
+            f"`{scan.schedule}`",
+            str(scan.blocks),
+            format_bytes(scan.state_bytes),
+            format_seconds(scan.seconds),
+        ]
+        for scan in scans
+    ]
+    header = ["region", "schedule", "blocks", "state", "predicted time"]
+    wires = {(scan.wire, scan.hosts): scan.links for scan in scans}
+    links = [
+        [
+            wire,
+            where,
+            format_seconds(link["latency"]),
+            format_seconds(link["gap"]),
+            f"{link['per_byte'] * 1e9:.4g} ns",
+            link["source"],
+        ]
+        for (wire, hosts), costs in wires.items()
+        for where, link in ((f"inside of {hosts} host(s)", costs["intra"]), ("between hosts", costs["inter"]))
+        if hosts > 1 or link is costs["intra"]
+    ]
+    return "\n\n".join(
+        [
+            "## How the states travel",
+            "The time is that of one scan in one direction, by itself; what it hides behind is not counted.",
+            _table(header, rows),
+            "What a message costs (`python -m zeco_compile.tune` measures it):",
+            _table(["wire", "where", "latency (alpha)", "gap", "a byte (beta)", "from"], links),
+        ]
+    )
+
+
 def _communication_section(entries: list[Communication]) -> str:
     lines = ["## What the ranks send each other"]
     if not entries:
@@ -388,6 +448,14 @@ def _code(text: object) -> str:
 def _code_block(text: str, language: str = "") -> str:
     fence = "````" if "```" in text else "```"
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+
+
+def format_seconds(seconds: float) -> str:
+    """ "7.8 µs", "1.25 ms", "3 s": three digits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
 
 
 def format_bytes(count: int) -> str:

@@ -26,10 +26,12 @@ from torch import fx
 from zeco_compile import guards, rewrite, substitutes
 from zeco_compile.codegen import generate
 from zeco_compile.debug import DebugDump
+from zeco_compile.lowering import links
 from zeco_compile.lowering.agreement import check_agreement
+from zeco_compile.lowering.communicator import wire_of
 from zeco_compile.passes.branches import assumptions
 from zeco_compile.passes.errors import refusing
-from zeco_compile.passes.inputs import graph_inputs
+from zeco_compile.passes.inputs import first_device, graph_inputs
 from zeco_compile.passes.length import request_constant_length, request_symbolic_length
 from zeco_compile.passes.report import Report
 from zeco_compile.report_log import keep
@@ -70,6 +72,9 @@ def zeco(
             lengths = guards.lengths(inputs, example_inputs)
             assumed.refuse_broken(max(lengths, default=0) * settings.world_size)
             check_agreement(settings.group, f"graph {number}", rewrite.decided(report, operations), lengths)
+            if ranks.world_size > 1 and report.regions:
+                wire = wire_of(settings.group, first_device(example_inputs))
+                rewrite.report_scans(report, settings, ranks, links.of_group(settings.group), wire)
             compiled = generate(gm, example_inputs, settings)
         keep(report)
         return guards.checked(compiled, inputs, rewritten, assumed, example_inputs, settings, number)

@@ -11,9 +11,11 @@ from torch import fx
 
 from zeco_compile import guards, rewrite, substitutes
 from zeco_compile.debug import DebugDump
+from zeco_compile.lowering import links
+from zeco_compile.lowering.communicator import wire_of
 from zeco_compile.passes.branches import assumptions
 from zeco_compile.passes.errors import CompileError, refusing
-from zeco_compile.passes.inputs import graph_inputs
+from zeco_compile.passes.inputs import first_device, graph_inputs
 from zeco_compile.passes.length import request_constant_length, request_symbolic_length
 from zeco_compile.passes.plans import Ranks
 from zeco_compile.passes.report import Report
@@ -36,7 +38,8 @@ def explain(
 
     `args` and `kwargs` are inputs of the model as one rank would get them: its slice of the sequence. `options`
     are those of the backend. Without an initialised process group the report is made as for two ranks. Nothing is
-    run, and no rank is talked to. The first graph is explained; a model that is refused has the refusal in
+    run, and no rank is talked to: what a message costs is taken from this process's file or the defaults, and the
+    ranks fill the hosts as torchrun's do. The first graph is explained; a model that is refused has the refusal in
     ``report.error``. Raises `InvalidOption` for options that are none.
     """
     settings = Settings.parse(options)
@@ -60,6 +63,9 @@ def explain(
                     guards.refuse_graph_break(gm, settings)
                     dump.graph("user_graph", gm)
                     rewrite.rewrite(gm, example_inputs, settings, ranks, report, dump, assumed)
+                    wire = wire_of(ranks.group, first_device(example_inputs))
+                    known = links.assumed(ranks.world_size)
+                    rewrite.report_scans(report, settings, ranks, known, wire)
             except CompileError as refused:
                 report.error = report.error or str(refused)
             raise _Explained()

@@ -13,15 +13,15 @@ verify          the result is analysed from nothing, and has to be right as it s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from zeco_compile import second_look
 from zeco_compile.debug import DebugDump
-from zeco_compile.lowering import volume
-from zeco_compile.lowering.all_scan import resolve_schedule
+from zeco_compile.lowering import cost_model, volume
+from zeco_compile.lowering.links import GroupLinks
 from zeco_compile.passes import (
     by_name,
     checkpoints,
@@ -41,7 +41,7 @@ from zeco_compile.passes.inputs import graph_inputs
 from zeco_compile.passes.masks import Buffer
 from zeco_compile.passes.modes import refuse_hooks, refuse_inner_gradients
 from zeco_compile.passes.plans import Ranks
-from zeco_compile.passes.report import Communication, PassRecord, Report, op_name
+from zeco_compile.passes.report import Communication, PassRecord, Report, Scan, op_name
 from zeco_compile.passes.roles import NotLinearAttention
 from zeco_compile.settings import Settings
 
@@ -95,7 +95,7 @@ def rewrite(
     refuse_hooks(gm)
     refuse_inner_gradients(gm)
     checkpoints.inline_checkpoints(gm)
-    wiring = recognize.Wiring(resolve_schedule(settings.schedule), settings.blocks or 0, ranks.group)
+    wiring = recognize.Wiring(settings.schedule, settings.blocks or 0, ranks.group)
     work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [], {})
     first = work.analyse()
     report.rank, report.world_size, report.group = ranks.rank, ranks.world_size, ranks.group
@@ -137,8 +137,6 @@ def rewrite(
                 gm.recompile()
                 analysis = None
         dump.graph(f"after_{name}", gm)
-    if ranks.world_size > 1:
-        report.communication[:0] = _scans(work)
     if work.look is not None:
         try:
             work.look.compare()
@@ -184,11 +182,11 @@ def _second_look(
     )
 
 
-def _scans(work: _Rewriting) -> list[Communication]:
-    """What the scan of each region sends, and what other ways to do the same would."""
-    out = []
-    ranks, schedule = work.ranks, work.wiring.schedule
-    for region in work.report.regions:
+def report_scans(report: Report, settings: Settings, ranks: Ranks, links: GroupLinks, wire: str) -> None:
+    """Adds how the states of each region travel, what that sends, and what other ways to do the same would."""
+    costs = links.costs[wire]
+    communication = []
+    for region in report.regions:
         sizes = region.sizes
         layer = volume.LayerSize(
             batch=sizes["B"],
@@ -200,13 +198,30 @@ def _scans(work: _Rewriting) -> list[Communication]:
             value_bytes=sizes["bytes of v"],
             state_bytes=sizes["bytes of the state"],
         )
+        arguments = (layer.state, layer.decay, layer.key_dim, settings.schedule, settings.blocks or 0)
+        plan = cost_model.plan(costs, links.hosts, *arguments)
+        report.scans.append(
+            Scan(
+                region.name,
+                plan.schedule,
+                plan.blocks,
+                layer.state,
+                plan.seconds,
+                wire,
+                len(set(links.hosts)),
+                asdict(costs),
+            )
+        )
         for way, place in (("to the next rank", ranks.rank), ("to the previous rank", -1 - ranks.rank)):
-            sent = volume.schedule_bytes(schedule, layer, place % ranks.world_size, ranks.world_size)
-            out.append(
+            hosts = links.hosts if place >= 0 else links.hosts[::-1]
+            sent = volume.schedule_bytes(
+                plan.schedule, layer, place % ranks.world_size, ranks.world_size, hosts
+            )
+            communication.append(
                 Communication(
-                    f"{schedule} of {region.name}, {'forward' if place >= 0 else 'backward'}",
-                    way if schedule != "lasp2" else "among all ranks",
-                    f"B*H*K*V*{layer.state_bytes}" if schedule in ("all_scan", "lasp1") else "",
+                    f"{plan.schedule} of {region.name}, {'forward' if place >= 0 else 'backward'}",
+                    way if plan.schedule != "lasp2" else "among all ranks",
+                    f"B*H*K*V*{layer.state_bytes}" if plan.schedule in ("all_scan", "lasp1") else "",
                     sent,
                     1,
                     {
@@ -215,7 +230,7 @@ def _scans(work: _Rewriting) -> list[Communication]:
                     },
                 )
             )
-    return out
+    report.communication[:0] = communication
 
 
 def operations(gm: fx.GraphModule) -> list[str]:

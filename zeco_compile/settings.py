@@ -20,7 +20,7 @@ from zeco_compile.lowering.communicator import members
 from zeco_compile.lowering.groups import InvalidGroup, resolve_group
 from zeco_compile.passes.errors import as_compile_error
 
-Schedule = Literal["auto", "all_scan", "all_scan_tree", "lasp1", "lasp2"]
+Schedule = Literal["auto", "all_scan", "all_scan_tree", "two_level", "lasp1", "lasp2"]
 OnUnsupported = Literal["error", "gather"]
 GraphBreaks = Literal["error", "allow"]
 Codegen = Literal["inductor", "aot_eager"]
@@ -36,8 +36,8 @@ class Settings:
                     ``ProcessGroup``, a one-dimensional ``DeviceMesh``, or None (all ranks if
                     ``torch.distributed`` is initialised, else one rank).
     seq_dim         the sequence dimension of the inputs, counted from the front.
-    schedule        how the states travel between the ranks; "auto" picks by cost.
-    blocks          pipeline blocks of "all_scan"; None picks by cost.
+    schedule        how the states travel between the ranks; "auto" picks by cost (lowering/cost_model.py).
+    blocks          pipeline blocks of "all_scan" and "two_level"; None picks by cost.
     overlap         whether the exchange of states runs beside the computation.
     on_unsupported  "error", or "gather": compute what cannot be split on the whole sequence, everywhere.
     graph_breaks    "error", or "allow": the code between the graphs is said to mix no positions.
@@ -180,7 +180,7 @@ def _absolute(path: str | bytes) -> Path:
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "seq_dim": _check_seq_dim,
-    "schedule": _choice("auto", "all_scan", "all_scan_tree", "lasp1", "lasp2"),
+    "schedule": _choice("auto", "all_scan", "all_scan_tree", "two_level", "lasp1", "lasp2"),
     "blocks": _check_blocks,
     "overlap": _check_flag,
     "on_unsupported": _choice("error", "gather"),

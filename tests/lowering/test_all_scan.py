@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,35 +48,62 @@ def _errors(rank: int, cases: list[tuple]) -> list[tuple[float, int, str]]:
     assert world is not None
     name = world.group_name
     ops = zeco()
-    started = []
+    data = communicator.communicator_for(name, torch.device("cpu"))
+    one_host = data.links.hosts
+    started: list[tuple] = []
+    errors = []
+
+    def finish() -> None:
+        for token, state, decay, expected in started:
+            got = ops.scan_wait(token, state, decay, name)
+            assert got.is_contiguous()
+            errors.append(float((got - expected[rank]).abs().max()))
+        started.clear()
+
     for case in cases:
-        schedule, blocks, reverse, seed, width, with_boundary, sizes = case
+        schedule, blocks, reverse, seed, width, with_boundary, sizes, hosts = case
         states, decays, boundary = _case(seed, dist.get_world_size(), width, with_boundary, sizes)
+        if hosts is not None and hosts != data.links.hosts:
+            finish()  # a scan reads the hosts while it runs
+            data.links = replace(data.links, hosts=hosts)
         token = ops.scan_start(states[rank], decays[rank], boundary, reverse, schedule, blocks, name)
         started.append((token, states[rank], decays[rank], _sequential(states, decays, boundary, reverse)))
-    errors = []
-    for token, state, decay, expected in started:
-        got = ops.scan_wait(token, state, decay, name)
-        assert got.is_contiguous()
-        errors.append(float((got - expected[rank]).abs().max()))
+    finish()
     # bytes, one case at a time
     sent = []
-    for schedule, blocks, reverse, seed, width, with_boundary, sizes in cases:
+    for schedule, blocks, reverse, seed, width, with_boundary, sizes, hosts in cases:
         states, decays, boundary = _case(seed, dist.get_world_size(), width, with_boundary, sizes)
+        if hosts is not None:
+            data.links = replace(data.links, hosts=hosts)
         volume.reset()
         token = ops.scan_start(states[rank], decays[rank], boundary, reverse, schedule, blocks, name)
         ops.scan_wait(token, states[rank], decays[rank], name)
         sent.append(sum(volume.sent().values()))
+    data.links = replace(data.links, hosts=one_host)
     return list(zip(errors, sent, strict=True))
 
 
-def _all_cases(full: bool) -> list[tuple]:
-    sizes = [(1, 1, 1, 1), (2, 3, 5, 4), (1, 2, 8, 3)] if full else [(2, 3, 5, 4)]
+def _layouts(world_size: int) -> list[tuple[int, ...]]:
+    """Hosts of the ranks: one, two each, one each, unequal, and taking turns."""
+    ranks = range(world_size)
+    found = [
+        tuple(0 for _ in ranks),
+        tuple(rank // 2 for rank in ranks),
+        tuple(ranks),
+        tuple(min(rank // 3, 1) + rank // 5 for rank in ranks),
+        tuple(rank % 2 for rank in ranks),
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _all_cases(world_size: int) -> list[tuple]:
+    sizes = [(1, 1, 1, 1), (2, 3, 5, 4), (1, 2, 8, 3)] if world_size <= 4 else [(2, 3, 5, 4)]
     return [
-        (schedule, blocks, reverse, seed, width, with_boundary, size)
+        (schedule, blocks, reverse, seed, width, with_boundary, size, hosts)
         for seed, size in enumerate(sizes)
         for schedule in SCHEDULES
-        for blocks in ((1, 2, 3, 100) if schedule == "all_scan" else (0,))
+        for hosts in (_layouts(world_size) if schedule == "two_level" else (None,))
+        for blocks in {"all_scan": (1, 2, 3, 100), "two_level": (1, 3)}.get(schedule, (0,))
         for reverse in (False, True)
         for width in (0, 1)
         for with_boundary in (False, True)
@@ -83,11 +112,11 @@ def _all_cases(full: bool) -> list[tuple]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7, 8])
 def test_equal_to_the_sequential_scan_and_bytes_as_computed(ranks, fresh_ranks, world_size):
-    cases = _all_cases(full=world_size <= 4)
+    cases = _all_cases(world_size)
     pool = ranks(world_size) if world_size <= 4 else fresh_ranks(world_size)
     out = pool.run(_errors, cases)
     for number, case in enumerate(cases):
-        schedule, _, reverse, _, width, _, (batch, heads, key_dim, value_dim) = case
+        schedule, _, reverse, _, width, _, (batch, heads, key_dim, value_dim), hosts = case
         size = volume.LayerSize(
             batch=batch,
             length=1,
@@ -102,7 +131,8 @@ def test_equal_to_the_sequential_scan_and_bytes_as_computed(ranks, fresh_ranks, 
             error, sent = out[rank][number]
             assert error <= 1e-12, (case, rank, error)
             place = world_size - 1 - rank if reverse else rank
-            assert sent == volume.schedule_bytes(schedule, size, place, world_size), (case, rank)
+            seen = hosts[::-1] if hosts is not None and reverse else hosts
+            assert sent == volume.schedule_bytes(schedule, size, place, world_size, seen), (case, rank)
             if schedule in ("all_scan", "lasp1"):
                 assert sent == (size.state if place < world_size - 1 else 0), (case, rank)
 
@@ -155,21 +185,13 @@ def test_start_copies_what_it_sends(ranks):
 
 
 def test_names():
-    assert all_scan.resolve_schedule("auto") == "all_scan"
-    for name in SCHEDULES:
-        assert all_scan.resolve_schedule(name) == name
-    with pytest.raises(InvalidSchedule, match=r"'fastest'.*all_scan, all_scan_tree, lasp1, lasp2, or 'auto'"):
-        all_scan.resolve_schedule("fastest")
+    for name in (*SCHEDULES, "auto"):
+        assert all_scan.check_schedule(name) == name
+    known = "all_scan, all_scan_tree, lasp1, lasp2, two_level, or 'auto'"
+    with pytest.raises(InvalidSchedule, match=f"'fastest'.*{known}"):
+        all_scan.check_schedule("fastest")
     with pytest.raises(InvalidSchedule):
-        zeco().scan_start(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1), None, False, "auto", 0, "")
-
-
-def test_default_blocks():
-    assert all_scan.default_blocks(1 << 30, 128, 2) == 1
-    assert all_scan.default_blocks(1000, 128, 4) == 1
-    assert all_scan.default_blocks(1 << 20, 128, 4) == 4
-    assert all_scan.default_blocks(1 << 30, 128, 4) == 8
-    assert all_scan.default_blocks(1 << 30, 3, 4) == 3
+        zeco().scan_start(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1), None, False, "fastest", 0, "")
 
 
 def test_a_communicator_is_not_made_for_one_rank():

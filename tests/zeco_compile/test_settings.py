@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from zeco_compile.errors import CompileError, InvalidGroup, InvalidOption
+from zeco_compile.lowering import cost_model
 from zeco_compile.settings import Settings, option_names
 
 
@@ -67,7 +68,7 @@ def test_option_names_are_the_public_ones():
     [
         ("seq_dim", 0),
         ("seq_dim", 3),
-        *[("schedule", choice) for choice in ("auto", "all_scan", "all_scan_tree", "lasp1", "lasp2")],
+        *[("schedule", choice) for choice in ("auto", *cost_model.SCHEDULES)],
         ("blocks", 1),
         ("blocks", 64),
         ("overlap", False),
