@@ -14,14 +14,20 @@ from zeco_compile.passes.report import (
     Region,
     Report,
     Role,
+    Scan,
     count_ops,
     format_bytes,
+    format_seconds,
     op_difference,
     op_name,
 )
 
 WHERE = Location("/home/someone/model.py", 40, "forward", "o = (q @ k.mT * mask) @ v")
 SHIFT = Location("/home/someone/model.py", 31, "conv", "x = F.pad(x, (0, 0, 3, 0))")
+
+
+NEAR = {"latency": 5e-6, "per_byte": 2.5e-12, "gap": 0.0, "source": "measured by ranks (0, 1)"}
+FAR = {"latency": 1e-3, "per_byte": 2e-11, "gap": 1e-3, "source": "assumed: 400 Gb/s a rank"}
 
 
 def full_report() -> Report:
@@ -57,6 +63,9 @@ def full_report() -> Report:
             Decision("mul_1", "mul", "position-local"),
             Decision("add", "add", "position-local"),
         ],
+        scans=[
+            Scan("gla_0", "all_scan", 4, 8192, 12.3e-6, "nccl", 2, {"intra": NEAR, "inter": FAR}),
+        ],
         communication=[
             Communication(
                 "state of gla_0",
@@ -90,6 +99,9 @@ def test_markdown_says_everything_that_a_newcomer_asks_for():
         "Position-local, left as they are (3): `add` x1, `mul` x2",
         "| state of gla_0 | to the next rank | `B*H*K*V*4` | 8.0 KiB | 2 | 16.0 KiB "
         "| all-gather of k and v: 1.0 MiB |",
+        "| gla_0 | `all_scan` | 4 | 8.0 KiB | 12.3 µs |",
+        "| nccl | inside of 2 host(s) | 5 µs | 0 µs | 0.0025 ns | measured by ranks (0, 1) |",
+        "| nccl | between hosts | 1 ms | 1 ms | 0.02 ns | assumed: 400 Gb/s a rank |",
         "| recognize | 250.0 | 1 | 20 -> 12 | -2 `matmul`, +1 `zeco.gated_linear_attention` |",
         "| `schedule` | `'auto'` |",
     ]:
@@ -136,6 +148,7 @@ def test_json_round_trip_holds_every_field():
         "code": "o = (q @ k.mT * mask) @ v",
     }
     assert data["communication"][0]["alternatives"] == {"all-gather of k and v": 1 << 20}
+    assert data["scans"][0]["links"]["intra"] == NEAR
     assert data["bytes_per_step"] == 16384
     assert data["decisions"][0]["location"]["code"] == "x = F.pad(x, (0, 0, 3, 0))"
 
@@ -221,3 +234,11 @@ def test_bytes_are_printed_in_binary_units():
         "3.0 MiB",
         "5120.0 GiB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 µs"), (2.5e-7, "0.25 µs"), (7.84e-6, "7.84 µs"), (0.00125, "1.25 ms"), (3, "3 s")],
+)
+def test_times_are_readable(seconds, text):
+    assert format_seconds(seconds) == text
