@@ -149,8 +149,9 @@ def _agree(group: str, parent: dist.ProcessGroup, count: int) -> GroupLinks:
         answer = json.loads(store.get("answer"))
     except RuntimeError as error:
         raise CommunicatorUnavailable(
-            f"The {world_size} ranks of the process group {group!r} could not tell each other on which hosts they "
-            f"are (this is group rank {rank}). Every rank of the group has to call the compiled model; one of them "
+            f"Could not connect the {world_size} ranks of the process group {group!r}: they could not tell each "
+            f"other on which hosts they are (this is group rank {rank}). Every rank of the group has to call the "
+            "compiled model; one of them "
             f"probably ended, or never got here within the group's timeout of {timeout.total_seconds():g} s. "
             f"PyTorch said: {str(error).strip().splitlines()[0]}"
         ) from error
