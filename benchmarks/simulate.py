@@ -1,6 +1,7 @@
 """A discrete-event simulation of sequence parallelism on 2 to 4096 ranks: scans, and whole training steps.
 
     python benchmarks/simulate.py --out FOLDER [--ranks-per-host 8] [--quick]
+    python benchmarks/simulate.py --out FOLDER --plot simulation.json       draws again
 
 Prints tables, and writes FOLDER/simulation.json and FOLDER/simulation_*.png (``pip install zeco_compile[bench]``).
 
@@ -32,7 +33,7 @@ from zeco_compile.lowering import cost_model
 from zeco_compile.lowering.cost_model import LinkCosts, runs
 
 RESULTS = Path(__file__).parent / "results"
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 
 # GLA with 1B parameters, as in the paper: 20 layers, d = 2048, 16 heads with K = V = 128
 LAYERS, WIDTH, HEADS, KEY, VALUE = 20, 2048, 16, 128, 128
@@ -587,13 +588,13 @@ COLOURS = {
 
 
 def draw(results: dict[str, Any], folder: Path) -> list[Path]:
-    """Three pictures: throughput, scan times, sweeps."""
+    """Four pictures: throughput, what the exchange costs, scan times, sweeps. ``results`` may come from the file."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    pyplot.rcParams.update({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "savefig.dpi": 120})
+    pyplot.rcParams.update({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "savefig.dpi": 100})
     written = []
 
     def save(figure: Any, name: str) -> None:
@@ -602,65 +603,72 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
         pyplot.close(figure)
         written.append(path)
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), sharex=True, sharey="row")
-    for axis, (name, values) in zip(axes.T.flat, results["tokens/s/rank"].items(), strict=True):
-        for method, points in values.items():
-            axis.plot(
-                list(points),
-                list(points.values()),
-                color=COLOURS[method],
-                marker=".",
-                lw=2.4 if method == "none" else 1.4,
-                ls="--" if method in ("none", "lasp1", "all_scan_tree") else "-",
-                label=LABELS.get(method, method),
-            )
-        if name.endswith("paper"):
-            tokens = int(name.split()[0])
-            for (who, value), mark in zip(PAPER_AT_256[tokens].items(), ("*", "X"), strict=True):
-                axis.plot([256], [value], mark, color="black", ms=10, label=f"paper's {who}", ls="none")
-        axis.set_title(name, fontsize=10)
+    def powers(axis: Any, values: Sequence[float], size: float = 1.0) -> None:
         axis.set_xscale("log", base=2)
-        axis.set_ylim(bottom=0)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("tokens/s/rank")
-    for axis in axes[-1]:
-        axis.set_xlabel("ranks")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=5, bbox_to_anchor=(0.5, -0.06))
-    figure.suptitle(f"simulated: 1B GLA, {results['ranks per host']} ranks a host", y=0.95)
-    save(figure, "throughput")
+        axis.set_xticks(values, [f"{value / size:g}" for value in values])
+        axis.xaxis.set_minor_locator(ticker.NullLocator())
+
+    def line(axis: Any, method: str, points: dict, value: Callable[[int], float], **style: Any) -> None:
+        # on a logarithmic axis nothing has no place, nor has what rounding leaves of it
+        ranks = [int(at) for at in points if value(int(at)) > 1e-3]
+        style.setdefault("ls", "--" if method in ("none", "lasp1", "all_scan_tree") else "-")
+        style.setdefault("label", LABELS.get(method, method))
+        axis.plot(ranks, [value(at) for at in ranks], color=COLOURS[method], marker=".", **style)
+
+    lost = "tokens/s lost to the exchange, %"
+    for picture, what in (("throughput", "tokens/s/rank"), ("lost", lost)):
+        figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), sharex=True, sharey="row")
+        for axis, (name, values) in zip(axes.T.flat, results["tokens/s/rank"].items(), strict=True):
+            alone = {int(ranks): rate for ranks, rate in values["none"].items()}
+
+            def shown(rate: float, without: float, what: str = what) -> float:
+                return rate if what != lost else 100 * (1 - rate / without)
+
+            for method, points in values.items():
+                rates = {int(ranks): rate for ranks, rate in points.items()}
+                if what != lost or method != "none":
+                    line(axis, method, rates, lambda at, r=rates, a=alone, f=shown: f(r[at], a[at]))
+            if name.endswith("paper"):
+                theirs = PAPER_AT_256[int(name.split()[0])]
+                for (who, rate), mark in zip(theirs.items(), ("*", "X"), strict=True):
+                    value = shown(rate, PAPER_ALONE[16384])
+                    axis.plot(256, value, mark, color="black", ms=10, ls="none", label=f"paper, {who}")
+            powers(axis, list(alone))
+            axis.set_title(name, fontsize=10)
+            axis.set_ylim(**({"bottom": 0} if what != lost else {"bottom": 0.01, "top": 100}))
+            axis.set_yscale("linear" if what != lost else "log")
+        for axis in axes[:, 0]:
+            axis.set_ylabel(what)
+        for axis in axes[-1]:
+            axis.set_xlabel("ranks")
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="lower center", ncols=5, bbox_to_anchor=(0.5, -0.04))
+        figure.suptitle(f"simulated: 1B GLA, {results['ranks per host']} ranks a host", y=0.95)
+        save(figure, picture)
 
     figure, axis = pyplot.subplots(figsize=(9, 5.5))
     for schedule, points in results["scan seconds"].items():
+        times = {int(ranks): seconds for ranks, seconds in points.items()}
+        line(axis, schedule, times, lambda at, t=times: 1e6 * t[at], ls="-")
+    marks = (
+        ({ranks: 1e3 * value for ranks, value in PAPER_SCAN_MS.items()}, "*", 11, "paper's All-Scan"),
+        (MEASURED_CHAIN_US, "x", 6, "measured chain (two H200s)"),
+    )
+    for points, mark, size, label in marks:
         axis.plot(
             list(points),
-            [1e6 * seconds for seconds in points.values()],
-            color=COLOURS[schedule],
-            marker=".",
-            label=schedule,
+            list(points.values()),
+            mark,
+            color="black",
+            ms=size,
+            ls="none",
+            label=label,
+            zorder=5,
         )
-    axis.plot(
-        list(PAPER_SCAN_MS),
-        [1e3 * value for value in PAPER_SCAN_MS.values()],
-        "*",
-        color="black",
-        ms=11,
-        ls="none",
-        label="paper's All-Scan",
-    )
-    axis.plot(
-        list(MEASURED_CHAIN_US),
-        list(MEASURED_CHAIN_US.values()),
-        "x",
-        color="black",
-        ls="none",
-        label="measured chain (two H200s)",
-    )
-    axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel="µs until the last rank has its state")
-    axis.set_xscale("log", base=2)
-    axis.set_title(
-        f"simulated: one scan of {results['state bytes'] / MIB:g} MiB, {results['ranks per host']} ranks a host"
-    )
+    powers(axis, list(times))
+    axis.set(yscale="log", xlabel="ranks", ylabel="µs until the last rank has its state")
+    size = f"{results['state bytes'] / MIB:g} MiB, {results['ranks per host']} ranks a host"
+    axis.set_title(f"simulated: one scan of {size}")
     axis.legend()
     save(figure, "scan")
 
@@ -668,21 +676,25 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     for axis, (name, values) in zip(axes.flat, results["sweeps at 64 ranks"].items(), strict=True):
         relative = name == "tokens per rank"
         for label, points in values.items():
-            schedule = label.partition(",")[0]
-            axis.plot(
-                list(points),
-                [value if relative else 1e6 * value for value in points.values()],
-                marker=".",
-                color=COLOURS[schedule],
-                ls="--" if label.endswith("latency") else "-",
+            data = {int(at): value for at, value in points.items()}
+            style = "--" if label.endswith("latency") or "tree" in label else "-"
+            line(
+                axis,
+                label.partition(",")[0],
+                data,
+                lambda at, d=data, r=relative: 100 * (d[at] - 1) if r else 1e6 * d[at],
+                ls=style,
                 label=label,
             )
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("linear" if relative else "log")
-        axis.set_xlabel(name)
-        axis.set_ylabel("step time over one rank's share alone" if relative else "µs of one scan")
+        powers(axis, list(data), MIB if name == "state bytes" else 1)
+        axis.set_yscale("log")
+        axis.set_xlabel("state, MiB" if name == "state bytes" else name)
+        axis.set_ylabel("step time over one rank's alone, + %" if relative else "µs of one scan")
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if name == "blocks" else (1,)))
+        axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
         axis.legend(fontsize=8)
-    figure.suptitle("simulated: sweeps at 64 ranks", y=0.93)
+    figure.suptitle("simulated: sweeps at 64 ranks, 8 a host", y=0.93)
     save(figure, "sweeps")
     return written
 
@@ -692,10 +704,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/simulation"), help="folder for results")
     parser.add_argument("--ranks-per-host", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="up to 64 ranks, no pictures")
+    parser.add_argument("--plot", type=Path, help="draw from this simulation.json, simulate nothing")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.plot is not None:
+        print(*draw(json.loads(options.plot.read_text()), options.out), sep="\n")
+        return
     results = simulate(options.ranks_per_host, options.quick)
     show(results, Console(width=150))
-    options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "simulation.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(path)
