@@ -29,7 +29,7 @@ from zeco_compile.kernels import chunked
 from zeco_compile.kernels.devices import is_fused
 from zeco_compile.kernels.errors import InvalidShapes
 from zeco_compile.kernels.shapes import check_sizes, check_state, state_dtype
-from zeco_compile.lowering import all_scan, fused_attention, in_flight, op_log  # noqa: F401 (defines ops)
+from zeco_compile.lowering import all_scan, fused_attention, in_flight, op_log, symmetric  # noqa: F401 (defines ops)
 from zeco_compile.lowering.communicator import Job, communicator_for, members
 from zeco_compile.lowering.errors import SecondDerivative
 from zeco_compile.lowering.registry import LIBRARY, LOCAL_TAGS, define
@@ -179,7 +179,7 @@ def _scan_start(
     label = "scan reverse" if reverse else "scan"
     op_log.record("scan_start reverse" if reverse else "scan_start")
     run = all_scan.algorithm(schedule)
-    token = state.new_zeros((1,))
+    token = state.new_empty((1,))
     where = members(group)
     job: Job[Tensor]
     if where.world_size == 1:
@@ -193,6 +193,10 @@ def _scan_start(
         first = where.world_size - 1 if reverse else 0
         entering = boundary if where.rank == first else None
         enters = None if entering is None else communicator.to_wire(entering.to(state.dtype))
+        shared = symmetric.scan_for(group, state.device) if schedule == "all_scan" else None
+        if shared is not None:
+            in_flight.put(token, shared.submit(label, mine, decay, enters, reverse=reverse))
+            return token
         count = blocks
         if count < 1:
             count = all_scan.default_blocks(mine.nbytes, mine.shape[2], where.world_size)
@@ -352,6 +356,19 @@ class _GatedLinearAttention(torch.autograd.Function):
         return dq, dk, dv, None if g is None else dg, dinitial, None, None, None, None, None
 
 
+# On an H200 (benchmarks/sharded_operator.py, collectives.py): what a scan takes, for each rank of the chain, and what
+# it costs a token and head, in one direction, to have all attention matrices made beside it and read again.
+_SECONDS_A_RANK = 6e-6
+_SECONDS_OF_PAIRS = {"channel": 4.6e-10, "head": 1.3e-10}
+
+
+def _beside(q: Tensor, g: Tensor | None, group: str) -> bool:
+    """Whether the scan is worth hiding: whether it takes longer than the work that is only there to hide it."""
+    batch, tokens, heads, _ = q.shape
+    pairs = _SECONDS_OF_PAIRS["channel" if g is not None and g.dim() == 4 else "head"]
+    return group != "" and members(group).world_size * _SECONDS_A_RANK > batch * tokens * heads * pairs
+
+
 class _FusedGatedLinearAttention(torch.autograd.Function):
     """The same from the Triton kernels' ops. ``save``: a backward may follow."""
 
@@ -371,16 +388,16 @@ class _FusedGatedLinearAttention(torch.autograd.Function):
         save: bool,
     ) -> tuple[Tensor, Tensor]:
         ops = torch.ops.zeco
-        several = group != ""
+        beside = _beside(q, g, group)
         state, log_decay, kept = ops.prepare(q, k, v, g, scale)
-        if several:
+        if group != "":
             flying = ops.scan_start(state, log_decay, initial_state, False, schedule, blocks, group)
-            pairs = ops.chunk_pairs(q, k, v, g, scale, kept, True)
+            pairs = ops.chunk_pairs(q, k, v, g, scale, kept, beside)
             state_in = ops.scan_wait(flying, state, log_decay, group)
         else:
             pairs = ops.chunk_pairs(q, k, v, g, scale, kept, False)
             state_in = None if initial_state is None else initial_state.to(state.dtype)
-        o, saved = ops.read_out(pairs, kept, q, k, v, g, state_in, scale, several, save)
+        o, saved = ops.read_out(pairs, kept, q, k, v, g, state_in, scale, beside, save)
         if output_final_state:
             before = torch.zeros_like(state) if state_in is None else state_in
             final_state = ops.final_state(before, state, log_decay, group)
@@ -389,7 +406,7 @@ class _FusedGatedLinearAttention(torch.autograd.Function):
             ctx.mark_non_differentiable(final_state)
         ctx.save_for_backward(q, k, v, g, log_decay, pairs, saved, *kept)
         ctx.initial_dtype = None if initial_state is None else initial_state.dtype
-        ctx.arguments = scale, output_final_state, schedule, blocks, group
+        ctx.arguments = scale, output_final_state, schedule, blocks, group, beside
         return o, final_state
 
     @staticmethod
@@ -397,18 +414,17 @@ class _FusedGatedLinearAttention(torch.autograd.Function):
         _refuse_second_derivative()
         ops = torch.ops.zeco
         q, k, v, g, log_decay, pairs, saved, *kept = ctx.saved_tensors
-        scale, output_final_state, schedule, blocks, group = ctx.arguments
-        several = group != ""
+        scale, output_final_state, schedule, blocks, group, beside = ctx.arguments
         dstate_out = ops.final_state_backward(dfinal, group) if output_final_state else None
         dstate, dkept = ops.prepare_backward(q, k, v, g, do, scale, kept)
-        if several:
+        if group != "":
             flying = ops.scan_start(dstate, log_decay, dstate_out, True, schedule, blocks, group)
-            dpairs = ops.chunk_pairs_backward(q, k, v, g, do, True)
+            dpairs = ops.chunk_pairs_backward(q, k, v, g, do, beside)
             dstate_out = ops.scan_wait(flying, dstate, log_decay, group)
         else:
             dpairs = ops.chunk_pairs_backward(q, k, v, g, do, False)
         dq, dk, dv, dg = ops.read_out_backward(
-            pairs, dpairs, kept, saved, dkept, q, k, v, g, do, scale, dstate_out, several
+            pairs, dpairs, kept, saved, dkept, q, k, v, g, do, scale, dstate_out, beside
         )
         dinitial = None
         if ctx.initial_dtype is not None and ctx.needs_input_grad[4]:
