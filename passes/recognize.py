@@ -44,6 +44,7 @@ from zeco_compile.passes.region import (
 )
 from zeco_compile.passes.report import Region as RegionReport
 from zeco_compile.passes.report import Role
+from zeco_compile.passes.scans import INSIDE
 from zeco_compile.passes.roles import (
     GATE_FORMS,
     GateForm,
@@ -131,9 +132,11 @@ def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
     """A MIXED value with one whole sequence axis that somebody reads as values of positions, one, each or their sum."""
     if analysis.state(node) is not State.MIXED or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
+    group = analysis.user_node(node)
+    if group is not None and group.meta.get(INSIDE):
+        return False
     if not _has_all_rows(analysis, node) or analysis.is_misaligned(node):
         return False
-    group = analysis.user_node(node)
     for user in node.users:
         if analysis.user_node(user) is group and user.op != "output":
             continue

@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis, State
 from zeco_compile.passes.axes import Atom, Dim
+from zeco_compile.passes.scans import SPREADS
 from zeco_compile.passes.masks import Buffer, TakenValues, causal_mask, taken_values
-from zeco_compile.passes.schema import argument, is_random, shape
+from zeco_compile.passes.schema import argument, is_random, operand, shape
 from zeco_compile.passes.sizes import Size, same_size
 
 aten = torch.ops.aten
@@ -50,6 +51,31 @@ class Region:
     after the last step, the region can be run piece by piece."""
     final_state: fx.Node | None = None
 
+    carries: tuple[Carry, ...] = ()
+    """What a scan carries; then the region is run step by step."""
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What the steps of a scan find (`before`), what they leave behind (`after`), [T, ...] both, and what the last one
+    leaves behind (`last`), if it is read."""
+
+    before: fx.Node
+    after: fx.Node
+    last: fx.Node | None
+
+    @staticmethod
+    def of(before: fx.Node) -> Carry:
+        (after,) = (user for user in before.users if user.target is torch.ops.zeco.carry_after.default)
+        return Carry(before, after, next((user for user in after.users if user.target is aten.select.int), None))
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """What a node is computed from. What a step finds is what was there at first, and what the steps leave behind."""
+    if node.target is torch.ops.zeco.carry_before.default:
+        return [operand(node, 0), Carry.of(node).after]
+    return node.all_input_nodes
+
 
 def cut_region(
     analysis: Analysis, output: fx.Node, limit: int, *, beyond_sums: bool = False
@@ -69,12 +95,13 @@ def cut_region(
         interior.add(node)
         if node.target in SHAPED_LIKE:
             continue  # a constant of a known shape, whatever it is like
-        for source in node.all_input_nodes:
+        for source in _sources(node):
             if not isinstance(source.meta.get("val"), torch.Tensor | list | tuple):
                 continue  # a size: computed from the sizes asked for
             outside = source.op != "call_function" or origin.get(source) is not origin.get(node)
             local = analysis.state(source) is State.LOCAL and not analysis.is_constant(source)
             local = local and not (beyond_sums and source in analysis.from_sums)
+            local = local and not _spreads(analysis, source)
             if outside and local and not _made_from_zeros(analysis, source, known):
                 if _read_by_position(analysis, node) and (mask := causal_mask(analysis, source)) is not None:
                     masks[source] = mask
@@ -90,7 +117,23 @@ def cut_region(
     if any(mask in inputs for mask in masks):
         return None  # read in two ways
     user_nodes = _user_nodes(analysis, ordered)
-    return Region(output, tuple(inputs), ordered, user_nodes, tuple(masks.values()), tuple(masks))
+    carries = tuple(Carry.of(n) for n in ordered if n.target is torch.ops.zeco.carry_before.default)
+    read = [carry.last for carry in carries if carry.last is not None]
+    return Region(
+        output,
+        tuple(inputs),
+        ordered,
+        user_nodes,
+        tuple(masks.values()),
+        tuple(masks),
+        final_state=read[0] if len(read) == 1 else None,
+        carries=carries,
+    )
+
+
+def _spreads(analysis: Analysis, node: fx.Node) -> bool:
+    user_node = analysis.user_node(node)
+    return user_node is not None and bool(user_node.meta.get(SPREADS))
 
 
 _SAME_VALUES = frozenset(
@@ -357,7 +400,7 @@ class Sizes:
 def piecewise(region: Region, analysis: Analysis) -> bool:
     """The region steps through the sequence, or takes it apart into chunks: it can be run at multiples of its length
     only, by carrying on."""
-    if not isinstance(analysis.length, int):
+    if not isinstance(analysis.length, int) or region.carries:
         return False
     axes = analysis.track.axes
     return len(axes.flat((axes.sequence,))) > 1 or any(
@@ -370,6 +413,8 @@ def piecewise(region: Region, analysis: Analysis) -> bool:
 def evaluate(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Sizes) -> torch.Tensor:
     """The region's output in float64 for float64 `values` of its inputs. Raises CannotEvaluate."""
     analysis = sizes.analysis
+    if region.carries:
+        return _step_by_step(region, values, sizes)[0]
     if not piecewise(region, analysis):
         return _run(region, values, sizes, {})[region.output]
     step = analysis.length
@@ -398,8 +443,30 @@ def evaluate(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Size
 def final_state_value(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Sizes) -> torch.Tensor:
     """The region's final state in float64, at the length that was traced."""
     assert region.final_state is not None
+    if region.carries:
+        return _step_by_step(region, values, sizes)[1][region.final_state]
     value: torch.Tensor = _run(region, values, sizes, {})[region.final_state]
     return value
+
+
+def _step_by_step(
+    region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Sizes
+) -> tuple[torch.Tensor, dict[fx.Node, torch.Tensor]]:
+    """The output of a region with carries, and what the last step leaves behind, by the nodes that read it."""
+    analysis = sizes.analysis
+    for node in values:
+        if analysis.track.sequence_dims(node) and len(row_dims(analysis, node) or ()) != 1:
+            raise CannotEvaluate("a value whose rows are no dimension of their own cannot be taken step by step")
+    (along,) = analysis.track.sequence_dims(region.output)
+    one = Sizes(analysis, 1, sizes.other)
+    carried: dict[fx.Node, torch.Tensor] = {}
+    outputs = []
+    for step in range(sizes.length):
+        env = _run(region, {n: _rows(analysis, n, v, step, 1) for n, v in values.items()}, one, carried)
+        outputs.append(env[region.output])
+        carried = {each.before: env[each.after] for each in region.carries}
+    last = {each.last: env[each.after][0] for each in region.carries if each.last is not None}
+    return torch.cat(outputs, along), last
 
 
 def rounds(region: Region, analysis: Analysis, node: fx.Node) -> bool:
@@ -455,7 +522,7 @@ def _run(
         env[node] = data.double() if data.is_floating_point() else data
     last_use = {source: node for node in region.interior for source in node.all_input_nodes}
     masks = set(region.masks_at)
-    keep = {region.output, region.initial_state, region.final_state}
+    keep = {region.output, region.initial_state, region.final_state, *(each.after for each in region.carries)}
     with torch.no_grad():
         for node in region.interior:
             env[node] = given[node] if node in given else _compute(node, env, sizes)
@@ -490,6 +557,8 @@ def _compute(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> Any:
         return _number(leaf, sizes)
 
     target = node.target
+    if target is torch.ops.zeco.carry_before.default:
+        return env[operand(node, 0)].unsqueeze(0)  # there is one step, the first
     if target in SHAPED_LIKE:
         return _shaped_like(node, sizes)
     if is_random(node):

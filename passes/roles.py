@@ -281,11 +281,15 @@ def check(
     return scale, difference
 
 
+_STEPS = 7
+
+
 def final_state_scale(region: Region, analysis: Analysis, roles: Roles) -> float | None:
     """What the region's final state is of the recurrence's, a constant; None if it is not that state."""
-    if region.final_state is None or not isinstance(analysis.length, int):
+    if region.final_state is None or not (isinstance(analysis.length, int) or region.carries):
         return None
-    sizes, scales = Sizes(analysis, analysis.length), []
+    length = analysis.length if isinstance(analysis.length, int) and not region.carries else _STEPS
+    sizes, scales = Sizes(analysis, length), []
     for seed in (21, 22):
         probe = Probe(region, analysis, sizes, seed)
         values = {node: probe.normal(node) for node in region.inputs}
