@@ -30,6 +30,7 @@ from zeco_compile.passes.length import depends_on
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.modes import reason_against
 from zeco_compile.passes.region import (
+    INSIDE,
     CannotEvaluate,
     Region,
     Sizes,
@@ -44,7 +45,6 @@ from zeco_compile.passes.region import (
 )
 from zeco_compile.passes.report import Region as RegionReport
 from zeco_compile.passes.report import Role
-from zeco_compile.passes.scans import INSIDE
 from zeco_compile.passes.roles import (
     GATE_FORMS,
     GateForm,

@@ -18,12 +18,20 @@ from torch.utils import _pytree as pytree
 
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis, State
 from zeco_compile.passes.axes import Atom, Dim
-from zeco_compile.passes.scans import SPREADS
 from zeco_compile.passes.masks import Buffer, TakenValues, causal_mask, taken_values
 from zeco_compile.passes.schema import argument, is_random, operand, shape
 from zeco_compile.passes.sizes import Size, same_size
 
 aten = torch.ops.aten
+
+
+SPREADS = "zeco_spreads"
+"""Mark of a node of the user's graph that makes more of a token than the token has: an outer product of k and v. It is
+computed inside of a step so that it need not be held for all of them."""
+
+INSIDE = "zeco_inside_step"
+"""Mark of a node of the user's graph with which no region should end: it computes the next state, or is larger than
+what a token has."""
 
 
 class CannotEvaluate(Exception):
@@ -67,7 +75,9 @@ class Carry:
     @staticmethod
     def of(before: fx.Node) -> Carry:
         (after,) = (user for user in before.users if user.target is torch.ops.zeco.carry_after.default)
-        return Carry(before, after, next((user for user in after.users if user.target is aten.select.int), None))
+        return Carry(
+            before, after, next((user for user in after.users if user.target is aten.select.int), None)
+        )
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
@@ -113,11 +123,12 @@ def cut_region(
                 stack.append(source)
             else:
                 return None
+    carries = [Carry.of(n) for n in interior if n.target is torch.ops.zeco.carry_before.default]
+    interior.update(carry.last for carry in carries if carry.last is not None)
     ordered = tuple(n for n in analysis.shadow.graph.nodes if n in interior)
     if any(mask in inputs for mask in masks):
         return None  # read in two ways
     user_nodes = _user_nodes(analysis, ordered)
-    carries = tuple(Carry.of(n) for n in ordered if n.target is torch.ops.zeco.carry_before.default)
     read = [carry.last for carry in carries if carry.last is not None]
     return Region(
         output,
@@ -127,7 +138,7 @@ def cut_region(
         tuple(masks.values()),
         tuple(masks),
         final_state=read[0] if len(read) == 1 else None,
-        carries=carries,
+        carries=tuple(carries),
     )
 
 
@@ -253,8 +264,9 @@ def _keeps_values(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _before_chunks(analysis: Analysis, way: Sequence[fx.Node]) -> int:
-    """Where on the way up from a value to stop: at itself, unless its rows are taken apart into chunks."""
-    chunked = len(analysis.track.sequence_dims(way[0])) > 1
+    """Where on the way up from a value to stop: at itself, unless its rows are taken apart into chunks, or folded into
+    one dimension with others."""
+    chunked = len(analysis.track.sequence_dims(way[0])) > 1 or row_dims(analysis, way[0]) is None
     for at, node in enumerate(way if chunked else ()):
         padded = node.target is aten.constant_pad_nd.default and at + 1 < len(way)
         if len(row_dims(analysis, node) or ()) == 1 and _is_held(analysis, node) and not padded:
@@ -454,9 +466,15 @@ def _step_by_step(
 ) -> tuple[torch.Tensor, dict[fx.Node, torch.Tensor]]:
     """The output of a region with carries, and what the last step leaves behind, by the nodes that read it."""
     analysis = sizes.analysis
+    known = {node for each in region.carries for node in (each.before, each.last)}
+    for node in region.interior:
+        if node not in known and (analysis.mixes(node) or analysis.track.acts_along_sequence(node)):
+            raise CannotEvaluate(f"`{node}` beside the scan looks at other positions: it is none of a step")
     for node in values:
         if analysis.track.sequence_dims(node) and len(row_dims(analysis, node) or ()) != 1:
-            raise CannotEvaluate("a value whose rows are no dimension of their own cannot be taken step by step")
+            raise CannotEvaluate(
+                "a value whose rows are no dimension of their own cannot be taken step by step"
+            )
     (along,) = analysis.track.sequence_dims(region.output)
     one = Sizes(analysis, 1, sizes.other)
     carried: dict[fx.Node, torch.Tensor] = {}
@@ -465,7 +483,7 @@ def _step_by_step(
         env = _run(region, {n: _rows(analysis, n, v, step, 1) for n, v in values.items()}, one, carried)
         outputs.append(env[region.output])
         carried = {each.before: env[each.after] for each in region.carries}
-    last = {each.last: env[each.after][0] for each in region.carries if each.last is not None}
+    last = {each.last: env[each.last] for each in region.carries if each.last is not None}
     return torch.cat(outputs, along), last
 
 
@@ -522,7 +540,8 @@ def _run(
         env[node] = data.double() if data.is_floating_point() else data
     last_use = {source: node for node in region.interior for source in node.all_input_nodes}
     masks = set(region.masks_at)
-    keep = {region.output, region.initial_state, region.final_state, *(each.after for each in region.carries)}
+    keep = {region.output, region.initial_state, region.final_state}
+    keep |= {node for each in region.carries for node in (each.after, each.last)}
     with torch.no_grad():
         for node in region.interior:
             env[node] = given[node] if node in given else _compute(node, env, sizes)

@@ -39,6 +39,7 @@ from zeco_compile.passes.region import (
     evaluate,
     final_state_value,
     from_rows,
+    piecewise,
     row_dims,
     tolerance,
 )
@@ -179,7 +180,8 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
     output_atoms = _atoms(analysis, region.output)
     outer = {a for n in (*gates, *readers) for a in _atoms(analysis, n)}
     value_atoms = [a for a in output_atoms if a not in outer]
-    states = [n for n in whole if _is_state(analysis, n, value_atoms, output_atoms)]
+    carries = bool(region.carries) or piecewise(region, analysis)
+    states = [n for n in whole if _is_state(analysis, n, value_atoms, () if carries else output_atoms)]
     for candidate_states in ([states[0]] if len(states) == 1 else [], []):
         factors = [n for n in whole if n not in candidate_states]
         # A factor that is the same at every position may stand on either side; it goes with q.

@@ -191,7 +191,7 @@ def trace_batched(body: fx.GraphModule, fakes: Sequence[Any], dims: Sequence[int
 
     Must run inside the fake mode of `fakes`. The outputs are the results, and then the inputs.
     """
-    batched = torch.vmap(fx.Interpreter(body).run, in_dims=tuple(dims), out_dims=0)
+    batched = torch.vmap(fx.Interpreter(body).run, in_dims=tuple(dims), out_dims=0, randomness="different")
     with preserve_node_meta():
         traced = trace_functional(batched, fakes)
     traced.graph.eliminate_dead_code()

@@ -262,12 +262,13 @@ def _sorted_rows(work: _Rewriting, analysis: Analysis, record: PassRecord) -> No
 
 
 def _open_scans(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
-    work.scans += scans.open_scans(analysis)
+    work.scans, left = scans.open_scans(analysis)
+    work.attempts += left
     record.matches = len(work.scans)
 
 
 def _close_scans(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
-    record.matches = scans.close_scans(work.gm, work.scans, work.report.decisions)
+    record.matches = scans.close_scans(analysis, work.scans, work.report.decisions, work.attempts)
 
 
 def _loops(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
@@ -284,7 +285,7 @@ def _by_meaning(work: _Rewriting, analysis: Analysis, record: PassRecord, runnin
         otherwise=lambda user_node: keys.over_all_keys(analysis, user_node) is not None,
     )
     if not running_sums:
-        work.attempts = recognition.attempts
+        work.attempts += recognition.attempts
     for match in recognition.matches:
         try:
             region = recognize.rewrite(analysis, match, work.wiring, len(work.report.regions))
