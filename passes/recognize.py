@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -53,6 +53,7 @@ from zeco_compile.passes.roles import (
     check,
     final_state_scale,
     find_roles,
+    row_factor,
 )
 
 log = logging.getLogger(__name__)
@@ -243,13 +244,16 @@ def _checked(region: Region, analysis: Analysis, roles: Roles, sizes: Sequence[S
     """The match if the region is the recurrence, up to one constant scale, at all of `sizes`."""
     worst, scales, described = 0.0, [], []
     allowed = tolerance(region)
-    for seed, at in enumerate(sizes, start=11):
+    for seed, at in enumerate(sizes, start=_FIRST_SEED):
         try:
             scale, difference = check(region, analysis, roles, at, seed)
         except CannotEvaluate:
             return None
         if not difference <= allowed or scale == 0.0:
-            return None
+            rows = row_factor(region, analysis, roles, at, seed) if seed == _FIRST_SEED else None
+            if rows is None or roles.rows is not None:
+                return None
+            return _checked(region, analysis, replace(roles, rows=rows), sizes)
         worst = max(worst, difference)
         scales.append(scale)
         described.append(f"T = {at.length}" + (" (other sizes reduced)" if at.other else ""))
@@ -270,8 +274,10 @@ def _checked(region: Region, analysis: Analysis, roles: Roles, sizes: Sequence[S
     scale = _rounded(scales[0])
     if roles.constant is not None and abs(scale - 1.0) <= allowed:
         scale = 1.0  # decays that the code has computed in float32 are found as exactly as they are
-    scaled = Roles(**{**roles.__dict__, "scale": scale})
-    return Match(region, scaled, worst, tuple(described), factor)
+    return Match(region, replace(roles, scale=scale), worst, tuple(described), factor)
+
+
+_FIRST_SEED = 11
 
 
 def _constant(scales: Sequence[float], allowed: float) -> bool:
@@ -326,10 +332,17 @@ def _probe_sizes(region: Region, analysis: Analysis) -> list[Sizes]:
     beyond = largest_constant(region.interior) + 3
     if beyond > 2048:
         raise NotLinearAttention(f"the number {beyond - 3} in it is too large to be probed beyond")
-    rows = min((m.rows for m in region.masks), default=max(beyond + 11, _FAR))
+    most = max(beyond + 11, _FAR)
+    rows = min((m.rows for m in region.masks), default=most) if _looks_up_rows(region, analysis) else most
     wanted = [t for t in (min(7, rows), 4, min(max(11, beyond), rows), min(_FAR, rows)) if t <= rows]
     lengths = dict.fromkeys(_admitted(analysis, t, rows) for t in wanted)
     return [_affordable(region, analysis, t) for t in lengths]
+
+
+def _looks_up_rows(region: Region, analysis: Analysis) -> bool:
+    """A buffer has a row for each position, and so for so many only. Decays of heads have none."""
+    along = any(analysis.track.sequence_dims(buffer) for buffer in region.masks_at)
+    return along or any(map(analysis.is_table_lookup, region.interior))
 
 
 def _admitted(analysis: Analysis, length: int, most: int) -> int:
@@ -480,6 +493,10 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             q, k, v, g, roles.scale, state, bool(state_readers), wiring.schedule, wiring.blocks, wiring.group,
         )  # fmt: skip
         o = ops.call(operator.getitem, call, 0)
+        if roles.rows is not None:
+            float_dtype = torch.promote_types(operand_dtype, torch.float32)
+            o = roles.rows.emit(ops, o, ops.size((roles.axes.rows,)), g, float_dtype)
+            o = o if float_dtype == operand_dtype else ops.call(aten.to.dtype, o, operand_dtype)
         o = disarrange(ops, roles.axes, o)
         if match.length_factor is not None:  # of the slice's length as yet, as the user's own (length.py)
             from_length, multiplied = match.length_factor
@@ -680,6 +697,7 @@ def _report(
             f"{len(region.user_nodes)} nodes of your graph became one operator",
             *([f"k is multiplied with {roles.write_factor} of the decay a"] if roles.write_factor else []),
             *([f"a position reads the state before its own write, {roles.before}"] if roles.before else []),
+            *([f"what a position reads is multiplied by {roles.rows}"] if roles.rows else []),
             *([f"log decay of each head: {_listed(roles.constant)}"] if roles.constant else []),
             *(f"the values of `{mask.name}` were taken as they are" for mask in region.masks),
         ],

@@ -43,6 +43,7 @@ from zeco_compile.passes.region import (
     row_dims,
     tolerance,
 )
+from zeco_compile.passes.row_factors import RowFactor, fit
 
 _LARGE = 1e5
 """The size of q, k and v in the checks with extreme values."""
@@ -94,7 +95,8 @@ class Roles:
 
     `write_factor` names the function of the gate that k is multiplied with. `constant` are the log decays of a
     region that has no gate but forgets, one for each head. `before` says that a position reads the state before its
-    own write (a strict mask): "decayed" by its own gate already, or "kept" as the position before has left it.
+    own write (a strict mask): "decayed" by its own gate already, or "kept" as the position before has left it. What
+    each position reads is multiplied by `rows`.
     """
 
     q: tuple[fx.Node, ...]
@@ -108,6 +110,7 @@ class Roles:
     write_factor: str | None = None
     constant: tuple[float, ...] | None = None
     before: str | None = None
+    rows: RowFactor | None = None
 
     @property
     def is_running_sum(self) -> bool:
@@ -206,27 +209,33 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
             continue
         if not gates:
             yield Roles(q, k, v, None, None, state, axes)
-            constant = _constant_decay(probe, values, writers, axes)
-            if constant is not None:
-                yield Roles(q, k, v, None, None, state, axes, constant=constant)
+            for constant in dict.fromkeys(
+                (_constant_decay(probe, values, writers, axes), _decay_by_rows(probe, values, writers, axes))
+            ):
+                if constant is not None:
+                    yield Roles(q, k, v, None, None, state, axes, constant=constant)
         for form, factor in itertools.product(GATE_FORMS if gates else (), (None, *WRITE_FACTORS)):
             yield Roles(q, k, v, gates[0], form, state, axes, write_factor=factor)
 
 
-def _constant_decay(
-    probe: Probe, values: dict[fx.Node, torch.Tensor], writers: Sequence[fx.Node], axes: CanonicalAxes
-) -> tuple[float, ...] | None:
-    """The log decay of each head in a region without a gate, from what is left at later positions of what was written
-    at the first. None if it is not one positive number for each head."""
+def _left_of_write(
+    probe: Probe,
+    values: dict[fx.Node, torch.Tensor],
+    writers: Sequence[fx.Node],
+    axes: CanonicalAxes,
+    at: int,
+) -> torch.Tensor | None:
+    """What all positions read, [B, T, H, V], of what is written at one of them, the same wherever that is."""
     if any(atom in probe.sizes.other for atom in axes.heads):
         return None  # at other sizes the heads are not those of the model
     impulse = dict(values)
     for node in writers:
         along = row_dims(probe.analysis, node)
         assert along, "a writer has rows"
-        first = as_rows(values[node], along).clone()
-        first[1:] = 0
-        impulse[node] = from_rows(first, along, values[node].shape)
+        first = as_rows(values[node], along)[:1]
+        alone = torch.zeros_like(as_rows(values[node], along))
+        alone[at] = first[0]
+        impulse[node] = from_rows(alone, along, values[node].shape)
     # The readers are alike at all positions, so that only the decay makes a difference.
     for node in probe.region.inputs:
         along = row_dims(probe.analysis, node)
@@ -234,7 +243,35 @@ def _constant_decay(
             alike = as_rows(values[node], along)[:1].expand_as(as_rows(values[node], along))
             impulse[node] = from_rows(alike.contiguous(), along, values[node].shape)
     output = probe.region.output
-    o = canonical_value(axes, Canonical.VALUE, [output], {output: probe.run(impulse)}, probe.sizes)
+    return canonical_value(axes, Canonical.VALUE, [output], {output: probe.run(impulse)}, probe.sizes)
+
+
+def _decay_by_rows(
+    probe: Probe, values: dict[fx.Node, torch.Tensor], writers: Sequence[fx.Node], axes: CanonicalAxes
+) -> tuple[float, ...] | None:
+    """The log decay of each head where what a position reads is multiplied by a factor of its own: from two writes that
+    the same position reads."""
+    if piecewise(probe.region, probe.analysis):
+        return None
+    first, second = (_left_of_write(probe, values, writers, axes, at) for at in (0, 1))
+    if first is None or second is None:
+        return None
+    ratio = (first / second)[:, 1:]
+    head = ratio[:1, :1, :, :1]
+    same = bool(((ratio - head).abs() <= tolerance(probe.region) * head.abs()).all())
+    if not same or not bool((head > 0).all()) or not bool((head < 1).all()):
+        return None
+    return tuple(head.log().flatten().tolist())
+
+
+def _constant_decay(
+    probe: Probe, values: dict[fx.Node, torch.Tensor], writers: Sequence[fx.Node], axes: CanonicalAxes
+) -> tuple[float, ...] | None:
+    """The log decay of each head in a region without a gate, from what is left at later positions of what was written
+    at the first. None if it is not one positive number for each head."""
+    o = _left_of_write(probe, values, writers, axes, 0)
+    if o is None:
+        return None
     allowed = tolerance(probe.region)
     ratio = o[:, 1] / o[:, 0]
     head = ratio[:1, :, :1]
@@ -260,17 +297,9 @@ def check(
     With `extreme` the values are large and the decay is strong, to get beyond limits that ordinary values do not
     touch: scores or states that are clipped, exponents that are clamped, small decays that are dropped.
     """
-    if roles.constant is not None:  # the heads have to be those of the model
-        kept = {atom: size for atom, size in sizes.other.items() if atom not in roles.axes.heads}
-        sizes = Sizes(sizes.analysis, sizes.length, kept)
+    sizes = _with_own_heads(roles, sizes)
     probe = Probe(region, analysis, sizes, seed)
-    size = _LARGE if extreme else 1.0
-    values = {node: probe.normal(node) * size for node in region.inputs}
-    if roles.gate is not None and roles.form is not None:
-        low, high = roles.form.low, roles.form.high
-        if extreme:
-            low, high = sorted((roles.form.weakest, roles.form.strongest))
-        values[roles.gate] = probe.random(roles.gate, low, high)
+    values = _drawn(probe, roles, extreme=extreme)
     found = probe.run(values)
     expected = recurrence_of(roles, values, sizes)
     if not (bool(torch.isfinite(found).all()) and bool(torch.isfinite(expected).all())):
@@ -284,6 +313,26 @@ def check(
 
 
 _STEPS = 7
+
+
+def _with_own_heads(roles: Roles, sizes: Sizes) -> Sizes:
+    """With a constant for each head, the heads have to be those of the model."""
+    if roles.constant is None:
+        return sizes
+    kept = {atom: size for atom, size in sizes.other.items() if atom not in roles.axes.heads}
+    return Sizes(sizes.analysis, sizes.length, kept)
+
+
+def _drawn(probe: Probe, roles: Roles, *, extreme: bool = False) -> dict[fx.Node, torch.Tensor]:
+    """Random values of the region's inputs, of the gate such as its form allows."""
+    size = _LARGE if extreme else 1.0
+    values = {node: probe.normal(node) * size for node in probe.region.inputs}
+    if roles.gate is not None and roles.form is not None:
+        low, high = roles.form.low, roles.form.high
+        if extreme:
+            low, high = sorted((roles.form.weakest, roles.form.strongest))
+        values[roles.gate] = probe.random(roles.gate, low, high)
+    return values
 
 
 def final_state_scale(region: Region, analysis: Analysis, roles: Roles) -> float | None:
@@ -311,7 +360,28 @@ def final_state_scale(region: Region, analysis: Analysis, roles: Roles) -> float
 
 def recurrence_of(roles: Roles, values: dict[fx.Node, torch.Tensor], sizes: Sizes) -> torch.Tensor:
     """The recurrence on these values, in the shape of the region's output."""
-    return from_canonical_value(roles.axes, _recurrence(roles, values, sizes)[0], sizes)
+    o = _recurrence(roles, values, sizes)[0]
+    if roles.rows is not None:
+        o = o * roles.rows.values(sizes.length)[:, :, None]
+    return from_canonical_value(roles.axes, o, sizes)
+
+
+def row_factor(region: Region, analysis: Analysis, roles: Roles, sizes: Sizes, seed: int) -> RowFactor | None:
+    """By what the rows of the region's output differ from those of the recurrence, if by nothing else."""
+    if piecewise(region, analysis) or roles.initial_state is not None or roles.before is not None:
+        return None
+    sizes = _with_own_heads(roles, sizes)
+    values = _drawn(Probe(region, analysis, sizes, seed), roles)
+    found = canonical_value(
+        roles.axes, Canonical.VALUE, [region.output], {region.output: evaluate(region, values, sizes)}, sizes
+    )
+    expected = _recurrence(roles, values, sizes)[0]
+    norms = (expected * expected).sum((0, 3))
+    scales = (found * expected).sum((0, 3)) / norms
+    left = (found - scales[:, :, None] * expected).abs().max()
+    if not bool(left <= tolerance(region) * found.abs().max()):
+        return None
+    return fit(scales, roles.constant, tolerance(region))
 
 
 def _recurrence(
