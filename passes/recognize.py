@@ -425,7 +425,9 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             )
         state_scale = _rounded(found)
     gate_node, gate_form, kept = _gate_source(analysis, roles)
+    seconds = roles.gates[1:]
     needed = [*roles.q, *roles.k, *roles.v, *(node for node in (gate_node, kept) if node is not None)]
+    needed += [node for node, _ in seconds]
     if roles.initial_state is not None:
         needed.append(roles.initial_state)
     # What an operator has taken the place of is held by its result, and not under the old name any more.
@@ -464,6 +466,9 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
                 log = ops.call(torch.where, values[kept], log, -float("inf"))
             logs = {gate_node: log}
             g = arrange(ops, roles.axes, Canonical.GATE, [gate_node], logs)
+            for node, form in seconds:
+                log_too = {node: _emit_gate(ops, form, values[node], wiring.group)}
+                g = ops.call(torch.add, g, arrange(ops, roles.axes, Canonical.GATE, [node], log_too))
             if roles.write_factor is not None:
                 factor = {gate_node: _emit_write_factor(ops, roles.write_factor, logs[gate_node])}
                 k = ops.multiply(k, arrange(ops, roles.axes, Canonical.KEY, [gate_node], factor))
@@ -681,6 +686,8 @@ def _report(
         entries["g"] = _role(
             analysis, gate_node, "" if gate_form.name == "g" else f"log decay = {gate_form.name}"
         )
+    for node, form in roles.gates[1:]:
+        entries["g (second factor)"] = _role(analysis, node, f"log decay = {form.name}")
     if roles.initial_state is not None:
         entries["initial_state"] = _role(analysis, roles.initial_state, "")
     end = _end(analysis, region)

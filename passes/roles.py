@@ -77,6 +77,13 @@ GATE_FORMS = (
 )
 
 
+_PAIRS_OF_FORMS = (
+    *((form, form) for form in GATE_FORMS),
+    *itertools.permutations([form for form in GATE_FORMS if form.name in ("g", "log(a)")]),
+)
+"""Of two gates in one step: mostly both are decays, or logarithms of such."""
+
+
 WRITE_FACTORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "1 - a": lambda log_decay: -torch.expm1(log_decay),
     "sqrt(1 - a^2)": lambda log_decay: torch.sqrt(-torch.expm1(2 * log_decay)),
@@ -96,7 +103,7 @@ class Roles:
     `write_factor` names the function of the gate that k is multiplied with. `constant` are the log decays of a
     region that has no gate but forgets, one for each head. `before` says that a position reads the state before its
     own write (a strict mask): "decayed" by its own gate already, or "kept" as the position before has left it. What
-    each position reads is multiplied by `rows`.
+    each position reads is multiplied by `rows`. With a `second_gate` the decay is the product of both.
     """
 
     q: tuple[fx.Node, ...]
@@ -111,6 +118,13 @@ class Roles:
     constant: tuple[float, ...] | None = None
     before: str | None = None
     rows: RowFactor | None = None
+    second_gate: fx.Node | None = None
+    second_form: GateForm | None = None
+
+    @property
+    def gates(self) -> tuple[tuple[fx.Node, GateForm], ...]:
+        both = ((self.gate, self.form), (self.second_gate, self.second_form))
+        return tuple((node, form) for node, form in both if node is not None and form is not None)
 
     @property
     def is_running_sum(self) -> bool:
@@ -173,7 +187,10 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
         raise NotLinearAttention(f"positions depend on later ones through `{backwards[0]}`")
     if any(moved[n] == "own" for n in gates):
         raise NotLinearAttention(f"the output is no linear function of `{gates[0]}` at its own position")
-    if len(gates) > 1:
+    gates.sort(key=lambda n: -len(_atoms(analysis, n)))
+    if len(gates) > 2 or (
+        len(gates) == 2 and not set(_atoms(analysis, gates[1])) <= set(_atoms(analysis, gates[0]))
+    ):
         raise NotLinearAttention(f"several inputs enter nonlinearly: {', '.join(map(str, gates))}")
     if not writers:
         raise NotLinearAttention("nothing is carried from one position to later ones linearly")
@@ -200,6 +217,13 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
         state = candidate_states[0] if candidate_states else None
         if state is not None and not axes.covers(Canonical.STATE, state):
             continue
+        if len(gates) == 2:
+            for form, second in _PAIRS_OF_FORMS:
+                if not reads_before:
+                    yield Roles(
+                        q, k, v, gates[0], form, state, axes, second_gate=gates[1], second_form=second
+                    )
+            continue
         if reads_before:
             forms = [(gates[0], form) for form in GATE_FORMS] if gates else [(None, None)]
             ways = BEFORE if gates else BEFORE[:1]
@@ -209,11 +233,12 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
             continue
         if not gates:
             yield Roles(q, k, v, None, None, state, axes)
-            for constant in dict.fromkeys(
-                (_constant_decay(probe, values, writers, axes), _decay_by_rows(probe, values, writers, axes))
-            ):
-                if constant is not None:
-                    yield Roles(q, k, v, None, None, state, axes, constant=constant)
+            constant = _constant_decay(probe, values, writers, axes)
+            if constant is not None:
+                yield Roles(q, k, v, None, None, state, axes, constant=constant)
+            by_rows = _decay_by_rows(probe, values, writers, axes)
+            if by_rows is not None:
+                yield Roles(q, k, v, None, None, state, axes, constant=by_rows)
         for form, factor in itertools.product(GATE_FORMS if gates else (), (None, *WRITE_FACTORS)):
             yield Roles(q, k, v, gates[0], form, state, axes, write_factor=factor)
 
@@ -327,11 +352,9 @@ def _drawn(probe: Probe, roles: Roles, *, extreme: bool = False) -> dict[fx.Node
     """Random values of the region's inputs, of the gate such as its form allows."""
     size = _LARGE if extreme else 1.0
     values = {node: probe.normal(node) * size for node in probe.region.inputs}
-    if roles.gate is not None and roles.form is not None:
-        low, high = roles.form.low, roles.form.high
-        if extreme:
-            low, high = sorted((roles.form.weakest, roles.form.strongest))
-        values[roles.gate] = probe.random(roles.gate, low, high)
+    for gate, form in roles.gates:
+        low, high = sorted((form.weakest, form.strongest)) if extreme else (form.low, form.high)
+        values[gate] = probe.random(gate, low, high)
     return values
 
 
@@ -343,9 +366,7 @@ def final_state_scale(region: Region, analysis: Analysis, roles: Roles) -> float
     sizes, scales = Sizes(analysis, length), []
     for seed in (21, 22):
         probe = Probe(region, analysis, sizes, seed)
-        values = {node: probe.normal(node) for node in region.inputs}
-        if roles.gate is not None and roles.form is not None:
-            values[roles.gate] = probe.random(roles.gate, roles.form.low, roles.form.high)
+        values = _drawn(probe, roles)
         found = final_state_value(region, values, sizes)
         _, state = _recurrence(roles, values, sizes)
         expected = from_canonical_state(roles.axes, state, region.final_state, sizes)
@@ -399,6 +420,8 @@ def _recurrence(
         if roles.write_factor is not None:
             factor = WRITE_FACTORS[roles.write_factor](log_decay)
             k = k * canonical_value(axes, Canonical.KEY, [roles.gate], {roles.gate: factor}, sizes)
+        for gate, form in roles.gates[1:]:
+            g = g + canonical_value(axes, Canonical.GATE, [gate], {gate: form.log_decay(values[gate])}, sizes)
     v = canonical_value(axes, Canonical.VALUE, roles.v, values, sizes)
     if roles.before is not None:
         k, v = _one_later(k), _one_later(v)
