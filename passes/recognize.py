@@ -193,7 +193,7 @@ def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tup
     rounded = _rounded_inside(region, analysis)
     if rounded is not None:
         return None, (
-            f"`{analysis.shadow.origin.get(rounded, rounded)}` in it is {rounded.meta['val'].dtype}, though the result "
+            f"{analysis.described(rounded)} in it is {rounded.meta['val'].dtype}, though the result "
             "is float64: what the code rounds on the way would not be rounded in the operator"
         )
     reason = "no way to read its inputs as q, k, v and a gate fits the recurrence"
@@ -438,7 +438,9 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     }
     for node in needed:
         if node not in held:
-            raise NotLinearAttention(f"the value `{node}` that it needs has been overwritten by then")
+            raise NotLinearAttention(
+                f"the value {analysis.described(node)} that it needs has been overwritten by then"
+            )
     values = {node: held[node] for node in needed}
     dtype = region.output.meta["val"].dtype
     operand_dtype = _promoted([*roles.q, *roles.k, *roles.v], dtype)

@@ -469,7 +469,7 @@ def _step_by_step(
     known = {node for each in region.carries for node in (each.before, each.last)}
     for node in region.interior:
         if node not in known and (analysis.mixes(node) or analysis.track.acts_along_sequence(node)):
-            raise CannotEvaluate(f"`{node}` beside the scan looks at other positions: it is none of a step")
+            raise CannotEvaluate(f"{analysis.described(node)}, beside the scan, looks at other positions")
     for node in values:
         if analysis.track.sequence_dims(node) and len(row_dims(analysis, node) or ()) != 1:
             raise CannotEvaluate(
@@ -602,7 +602,7 @@ def _compute(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> Any:
     try:
         result = target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
-        raise CannotEvaluate(f"{node} ({target}): {error}") from error
+        raise CannotEvaluate(f"{sizes.analysis.described(node)} ({target}): {error}") from error
     return result
 
 

@@ -168,14 +168,14 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
     """Hypotheses about the region, to be checked. Raises NotLinearAttention if there can be none."""
     for node in region.inputs:
         if not node.meta["val"].dtype.is_floating_point:
-            raise NotLinearAttention(f"it depends on `{node}`, which holds no real numbers")
+            raise NotLinearAttention(f"it depends on {analysis.described(node)}, which holds no real numbers")
     probe = Probe(region, analysis, sizes, seed=1)
     base, values = _finite_point(probe)
     affine = {node for node in region.inputs if _is_affine(probe, values, base, node)}
     moved = {node: _moves(probe, values, base, node) for node in region.inputs}
     track = analysis.track
     along = {node: bool(track.sequence_dims(node)) for node in region.inputs}
-    _refuse_the_unseen([str(n) for n, how in moved.items() if how == "none" and along[n]])
+    _refuse_the_unseen([analysis.described(n) for n, how in moved.items() if how == "none" and along[n]])
 
     readers = [n for n in region.inputs if n in affine and along[n] and moved[n] == "own"]
     writers = [n for n in region.inputs if n in affine and along[n] and moved[n] == "later"]
@@ -184,14 +184,18 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
     whole = [n for n in region.inputs if n in affine and not along[n] and moved[n] != "none"]
     backwards = [n for n in region.inputs if moved[n] == "earlier"]
     if backwards:
-        raise NotLinearAttention(f"positions depend on later ones through `{backwards[0]}`")
+        raise NotLinearAttention(f"positions depend on later ones through {analysis.described(backwards[0])}")
     if any(moved[n] == "own" for n in gates):
-        raise NotLinearAttention(f"the output is no linear function of `{gates[0]}` at its own position")
+        raise NotLinearAttention(
+            f"the output is no linear function of {analysis.described(gates[0])}, at its own position"
+        )
     gates.sort(key=lambda n: -len(_atoms(analysis, n)))
     if len(gates) > 2 or (
         len(gates) == 2 and not set(_atoms(analysis, gates[1])) <= set(_atoms(analysis, gates[0]))
     ):
-        raise NotLinearAttention(f"several inputs enter nonlinearly: {', '.join(map(str, gates))}")
+        raise NotLinearAttention(
+            f"several inputs enter nonlinearly: {', '.join(map(analysis.described, gates))}"
+        )
     if not writers:
         raise NotLinearAttention("nothing is carried from one position to later ones linearly")
 

@@ -9,13 +9,10 @@ LOCAL_LENGTHS = (4,)
 
 class Model(nn.Module):
     def forward(self, q, k, v, a):
-        out = []
+        state, out = None, []
         for t in range(q.shape[1]):
             written = k[:, t, :, None] * v[:, t, None]
-            if t == 0:
-                state = written
-            else:
-                state = a[:, t, :, None] * state + written
+            state = written if t == 0 else a[:, t, :, None] * state + written
             out.append((q[:, t, :, None] * state).sum(1))
         return torch.stack(out, 1)
 
