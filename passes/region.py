@@ -19,10 +19,19 @@ from torch.utils import _pytree as pytree
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis, State
 from zeco_compile.passes.axes import Atom, Dim
 from zeco_compile.passes.masks import Buffer, TakenValues, causal_mask, taken_values
-from zeco_compile.passes.schema import argument, is_random, shape
+from zeco_compile.passes.schema import argument, is_random, operand, shape
 from zeco_compile.passes.sizes import Size, same_size
 
 aten = torch.ops.aten
+
+
+SPREADS = "zeco_spreads"
+"""Mark of a node of the user's graph that makes more of a token than the token has: an outer product of k and v. It is
+computed inside of a step so that it need not be held for all of them."""
+
+INSIDE = "zeco_inside_step"
+"""Mark of a node of the user's graph with which no region should end: it computes the next state, or is larger than
+what a token has."""
 
 
 class CannotEvaluate(Exception):
@@ -50,6 +59,33 @@ class Region:
     after the last step, the region can be run piece by piece."""
     final_state: fx.Node | None = None
 
+    carries: tuple[Carry, ...] = ()
+    """What a scan carries; then the region is run step by step."""
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What the steps of a scan find (`before`), what they leave behind (`after`), [T, ...] both, and what the last one
+    leaves behind (`last`), if it is read."""
+
+    before: fx.Node
+    after: fx.Node
+    last: fx.Node | None
+
+    @staticmethod
+    def of(before: fx.Node) -> Carry:
+        (after,) = (user for user in before.users if user.target is torch.ops.zeco.carry_after.default)
+        return Carry(
+            before, after, next((user for user in after.users if user.target is aten.select.int), None)
+        )
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """What a node is computed from. What a step finds is what was there at first, and what the steps leave behind."""
+    if node.target is torch.ops.zeco.carry_before.default:
+        return [operand(node, 0), Carry.of(node).after]
+    return node.all_input_nodes
+
 
 def cut_region(
     analysis: Analysis, output: fx.Node, limit: int, *, beyond_sums: bool = False
@@ -69,12 +105,13 @@ def cut_region(
         interior.add(node)
         if node.target in SHAPED_LIKE:
             continue  # a constant of a known shape, whatever it is like
-        for source in node.all_input_nodes:
+        for source in _sources(node):
             if not isinstance(source.meta.get("val"), torch.Tensor | list | tuple):
                 continue  # a size: computed from the sizes asked for
             outside = source.op != "call_function" or origin.get(source) is not origin.get(node)
             local = analysis.state(source) is State.LOCAL and not analysis.is_constant(source)
             local = local and not (beyond_sums and source in analysis.from_sums)
+            local = local and not _spreads(analysis, source)
             if outside and local and not _made_from_zeros(analysis, source, known):
                 if _read_by_position(analysis, node) and (mask := causal_mask(analysis, source)) is not None:
                     masks[source] = mask
@@ -86,11 +123,28 @@ def cut_region(
                 stack.append(source)
             else:
                 return None
+    carries = [Carry.of(n) for n in interior if n.target is torch.ops.zeco.carry_before.default]
+    interior.update(carry.last for carry in carries if carry.last is not None)
     ordered = tuple(n for n in analysis.shadow.graph.nodes if n in interior)
     if any(mask in inputs for mask in masks):
         return None  # read in two ways
     user_nodes = _user_nodes(analysis, ordered)
-    return Region(output, tuple(inputs), ordered, user_nodes, tuple(masks.values()), tuple(masks))
+    read = [carry.last for carry in carries if carry.last is not None]
+    return Region(
+        output,
+        tuple(inputs),
+        ordered,
+        user_nodes,
+        tuple(masks.values()),
+        tuple(masks),
+        final_state=read[0] if len(read) == 1 else None,
+        carries=tuple(carries),
+    )
+
+
+def _spreads(analysis: Analysis, node: fx.Node) -> bool:
+    user_node = analysis.user_node(node)
+    return user_node is not None and bool(user_node.meta.get(SPREADS))
 
 
 _SAME_VALUES = frozenset(
@@ -210,8 +264,9 @@ def _keeps_values(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _before_chunks(analysis: Analysis, way: Sequence[fx.Node]) -> int:
-    """Where on the way up from a value to stop: at itself, unless its rows are taken apart into chunks."""
-    chunked = len(analysis.track.sequence_dims(way[0])) > 1
+    """Where on the way up from a value to stop: at itself, unless its rows are taken apart into chunks, or folded into
+    one dimension with others."""
+    chunked = len(analysis.track.sequence_dims(way[0])) > 1 or row_dims(analysis, way[0]) is None
     for at, node in enumerate(way if chunked else ()):
         padded = node.target is aten.constant_pad_nd.default and at + 1 < len(way)
         if len(row_dims(analysis, node) or ()) == 1 and _is_held(analysis, node) and not padded:
@@ -357,7 +412,7 @@ class Sizes:
 def piecewise(region: Region, analysis: Analysis) -> bool:
     """The region steps through the sequence, or takes it apart into chunks: it can be run at multiples of its length
     only, by carrying on."""
-    if not isinstance(analysis.length, int):
+    if not isinstance(analysis.length, int) or region.carries:
         return False
     axes = analysis.track.axes
     return len(axes.flat((axes.sequence,))) > 1 or any(
@@ -370,6 +425,8 @@ def piecewise(region: Region, analysis: Analysis) -> bool:
 def evaluate(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Sizes) -> torch.Tensor:
     """The region's output in float64 for float64 `values` of its inputs. Raises CannotEvaluate."""
     analysis = sizes.analysis
+    if region.carries:
+        return _step_by_step(region, values, sizes)[0]
     if not piecewise(region, analysis):
         return _run(region, values, sizes, {})[region.output]
     step = analysis.length
@@ -398,8 +455,36 @@ def evaluate(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Size
 def final_state_value(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Sizes) -> torch.Tensor:
     """The region's final state in float64, at the length that was traced."""
     assert region.final_state is not None
+    if region.carries:
+        return _step_by_step(region, values, sizes)[1][region.final_state]
     value: torch.Tensor = _run(region, values, sizes, {})[region.final_state]
     return value
+
+
+def _step_by_step(
+    region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Sizes
+) -> tuple[torch.Tensor, dict[fx.Node, torch.Tensor]]:
+    """The output of a region with carries, and what the last step leaves behind, by the nodes that read it."""
+    analysis = sizes.analysis
+    known = {node for each in region.carries for node in (each.before, each.last)}
+    for node in region.interior:
+        if node not in known and (analysis.mixes(node) or analysis.track.acts_along_sequence(node)):
+            raise CannotEvaluate(f"{analysis.described(node)}, beside the scan, looks at other positions")
+    for node in values:
+        if analysis.track.sequence_dims(node) and len(row_dims(analysis, node) or ()) != 1:
+            raise CannotEvaluate(
+                "a value whose rows are no dimension of their own cannot be taken step by step"
+            )
+    (along,) = analysis.track.sequence_dims(region.output)
+    one = Sizes(analysis, 1, sizes.other)
+    carried: dict[fx.Node, torch.Tensor] = {}
+    outputs = []
+    for step in range(sizes.length):
+        env = _run(region, {n: _rows(analysis, n, v, step, 1) for n, v in values.items()}, one, carried)
+        outputs.append(env[region.output])
+        carried = {each.before: env[each.after] for each in region.carries}
+    last = {each.last: env[each.last] for each in region.carries if each.last is not None}
+    return torch.cat(outputs, along), last
 
 
 def rounds(region: Region, analysis: Analysis, node: fx.Node) -> bool:
@@ -456,6 +541,7 @@ def _run(
     last_use = {source: node for node in region.interior for source in node.all_input_nodes}
     masks = set(region.masks_at)
     keep = {region.output, region.initial_state, region.final_state}
+    keep |= {node for each in region.carries for node in (each.after, each.last)}
     with torch.no_grad():
         for node in region.interior:
             env[node] = given[node] if node in given else _compute(node, env, sizes)
@@ -490,6 +576,8 @@ def _compute(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> Any:
         return _number(leaf, sizes)
 
     target = node.target
+    if target is torch.ops.zeco.carry_before.default:
+        return env[operand(node, 0)].unsqueeze(0)  # there is one step, the first
     if target in SHAPED_LIKE:
         return _shaped_like(node, sizes)
     if is_random(node):
@@ -514,7 +602,7 @@ def _compute(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> Any:
     try:
         result = target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
-        raise CannotEvaluate(f"{node} ({target}): {error}") from error
+        raise CannotEvaluate(f"{sizes.analysis.described(node)} ({target}): {error}") from error
     return result
 
 

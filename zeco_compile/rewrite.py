@@ -2,9 +2,11 @@
 
 by name         operators of this package, called or substituted, get their group
 sorted rows     rows that are sorted, worked on one by one or by group, and sorted back, are left alone
+scans           the bodies of scans are written out for all steps at once
 loops           what the steps of a loop compute from their own tokens alone moves out of it
 by meaning      regions that compute linear attention become the operator
 running sums    what remains of cumulative sums
+close scans     scans that are still needed are as the user wrote them; of the others nothing is left
 length          numbers that the code computes from the length get the whole one
 shard           every other op that mixes positions gets what it needs, or is refused
 verify          the result is analysed from nothing, and has to be right as it stands
@@ -13,7 +15,7 @@ verify          the result is analysed from nothing, and has to be right as it s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -30,6 +32,7 @@ from zeco_compile.passes import (
     length,
     loops,
     recognize,
+    scans,
     shard,
     sorted_rows,
     verify,
@@ -67,6 +70,7 @@ class _Rewriting:
     report: Report
     attempts: list[tuple[fx.Node, str]]
     masks: dict[int, Buffer]
+    scans: list[scans.OpenScan] = field(default_factory=list)
     output_dims: list[int | None] | None = None
     look: second_look.SecondLook | None = None
 
@@ -106,9 +110,11 @@ def rewrite(
     passes: list[tuple[str, Callable[[_Rewriting, Analysis, PassRecord], None]]] = [
         ("by_name", _by_name),
         ("sorted_rows", _sorted_rows),
+        ("scans", _open_scans),
         ("loops", _loops),
         ("by_meaning", _by_meaning),
     ]
+    closing = ("close_scans", _close_scans)
     assumed_there: list[Assumptions] = []
     whole = first.real_length * ranks.world_size
     broken = assumed.broken(whole) if ranks.world_size > 1 else None
@@ -118,10 +124,13 @@ def rewrite(
             work.look = _second_look(work, second_look.user_steps(gm), first.length, assumed_there)
         passes += [
             ("running_sums", _running_sums),
+            closing,
             ("length", _length),
             ("shard", _shard),
             ("verify", _verify),
         ]
+    else:
+        passes.append(closing)
     analysis: Analysis | None = first
     for name, run in passes:
         with report.recording(name, gm) as record:
@@ -162,9 +171,16 @@ def _second_look(
         if length == 1:
             return second_look.user_steps(gm)
         again = replace(
-            work, gm=gm, example_inputs=example_inputs, report=Report(), attempts=[], masks={}, look=None
+            work,
+            gm=gm,
+            example_inputs=example_inputs,
+            report=Report(),
+            attempts=[],
+            masks={},
+            scans=[],
+            look=None,
         )
-        for run in (_by_name, _sorted_rows, _loops, _by_meaning, _running_sums):
+        for run in (_by_name, _sorted_rows, _open_scans, _loops, _by_meaning, _running_sums, _close_scans):
             analysis = again.analyse()
             assert analysis is not None, "the inputs are the same, but for their length"
             run(again, analysis, PassRecord(run.__name__, 0.0, 0))
@@ -245,6 +261,16 @@ def _sorted_rows(work: _Rewriting, analysis: Analysis, record: PassRecord) -> No
     record.matches = sorted_rows.settle_sorted_rows(analysis, work.report.decisions)
 
 
+def _open_scans(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    work.scans, left = scans.open_scans(analysis)
+    work.attempts += left
+    record.matches = len(work.scans)
+
+
+def _close_scans(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = scans.close_scans(analysis, work.scans, work.report.decisions, work.attempts)
+
+
 def _loops(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     record.matches = loops.lift_steps(analysis, work.report.decisions)
 
@@ -259,7 +285,7 @@ def _by_meaning(work: _Rewriting, analysis: Analysis, record: PassRecord, runnin
         otherwise=lambda user_node: keys.over_all_keys(analysis, user_node) is not None,
     )
     if not running_sums:
-        work.attempts = recognition.attempts
+        work.attempts += recognition.attempts
     for match in recognition.matches:
         try:
             region = recognize.rewrite(analysis, match, work.wiring, len(work.report.regions))
