@@ -7,8 +7,9 @@ dimension is known by its axis, so a region that was traced with one length can 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -61,6 +62,17 @@ class Region:
 
     carries: tuple[Carry, ...] = ()
     """What a scan carries; then the region is run step by step."""
+
+    @cached_property
+    def last_read(self) -> tuple[tuple[fx.Node, ...], ...]:
+        """For each node of the interior the values that nothing reads after it."""
+        last = {source: node for node in self.interior for source in node.all_input_nodes}
+        kept = {self.output, self.initial_state, self.final_state, *self.inputs, *self.masks_at}
+        kept.update(node for each in self.carries for node in (each.after, each.last))
+        return tuple(
+            tuple(s for s in node.all_input_nodes if last[s] is node and s not in kept)
+            for node in self.interior
+        )
 
 
 @dataclass(frozen=True)
@@ -356,6 +368,13 @@ class Sizes:
     analysis: Analysis
     length: int
     other: Mapping[Atom, int] = field(default_factory=dict)
+    ops: dict[fx.Node, _Op] = field(default_factory=dict, repr=False, compare=False)
+    """What has been run at these sizes, ready to be run on other values: a region is probed hundreds of times."""
+
+    @cached_property
+    def of_a_piece(self) -> Sizes:
+        """The same with the length that was traced."""
+        return Sizes(self.analysis, self.analysis.length, self.other)
 
     def of_atom(self, atom: Atom) -> int:
         if atom in self.other:
@@ -373,11 +392,12 @@ class Sizes:
     def of_size(self, size: Size) -> int:
         if isinstance(size, int):
             return size
-        value = sympy.sympify(size).subs(self.substitutions())
+        value = sympy.sympify(size).subs(self.substitutions)
         if not value.is_Integer:
             raise CannotEvaluate(f"the size {size} depends on more than the length")
         return int(value)
 
+    @cached_property
     def substitutions(self) -> dict[Any, int]:
         length = self.analysis.length
         out: dict[Any, int] = {} if isinstance(length, int) else {length: self.length}
@@ -439,7 +459,7 @@ def evaluate(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Size
         len(row_dims(analysis, node) or (0, 0)) > 1 for node in values if analysis.track.sequence_dims(node)
     ):
         raise CannotEvaluate("a value whose rows are taken apart into chunks cannot be cut into pieces")
-    local = Sizes(analysis, step, sizes.other)
+    local = sizes.of_a_piece
     carried: dict[fx.Node, torch.Tensor] = {}
     outputs = []
     for piece in range(pieces):
@@ -538,21 +558,18 @@ def _run(
     for node, mask in zip(region.masks_at, region.masks, strict=True):
         data = sizes.analysis.example_inputs[mask.index].detach().cpu()
         env[node] = data.double() if data.is_floating_point() else data
-    last_use = {source: node for node in region.interior for source in node.all_input_nodes}
-    masks = set(region.masks_at)
-    keep = {region.output, region.initial_state, region.final_state}
-    keep |= {node for each in region.carries for node in (each.after, each.last)}
+    ops = sizes.ops
     with torch.no_grad():
-        for node in region.interior:
-            env[node] = given[node] if node in given else _compute(node, env, sizes)
-            for source in node.all_input_nodes:
-                if (
-                    last_use.get(source) is node
-                    and source not in keep
-                    and source not in values
-                    and source not in masks
-                ):
-                    env.pop(source, None)
+        for node, unused in zip(region.interior, region.last_read, strict=True):
+            if node in given:
+                env[node] = given[node]
+            else:
+                op = ops.get(node)
+                if op is None:
+                    op = ops[node] = _prepared(node, env, sizes)
+                env[node] = op(env)
+            for source in unused:
+                env.pop(source, None)
     return env
 
 
@@ -563,51 +580,82 @@ _SIZED = {
 }  # fmt: skip
 
 
-def _compute(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> Any:
-    def value_of(leaf: Any) -> Any:
+_Op = Callable[[Mapping[fx.Node, Any]], Any]
+"""One op of a region at certain sizes: its result from the values of the nodes before it."""
+
+
+def _prepared(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> _Op:
+    """The op with all numbers as they are at these sizes. What has a value in `env` is left open."""
+
+    def number_of(leaf: Any) -> Any:
         if isinstance(leaf, torch.dtype):
             return torch.float64 if leaf.is_floating_point else leaf
         if isinstance(leaf, torch.device):
             return torch.device("cpu")
-        if not isinstance(leaf, fx.Node):
-            return leaf
-        if leaf in env:
-            return env[leaf]
-        return _number(leaf, sizes)
+        return _number(leaf, sizes) if isinstance(leaf, fx.Node) and leaf not in env else leaf
 
     target = node.target
     if target is torch.ops.zeco.carry_before.default:
-        return env[operand(node, 0)].unsqueeze(0)  # there is one step, the first
+        found = operand(node, 0)
+        return lambda env: env[found].unsqueeze(0)  # there is one step, the first
     if target in SHAPED_LIKE:
         return _shaped_like(node, sizes)
     if is_random(node):
         raise CannotEvaluate(f"{target} is random")
-    args = list(pytree.tree_map(value_of, node.args))
-    kwargs = dict(pytree.tree_map(value_of, node.kwargs))
+    args = list(pytree.tree_map(number_of, node.args))
+    kwargs = dict(pytree.tree_map(number_of, node.kwargs))
+    made = node.meta.get("val")
+    makes_real = isinstance(made, torch.Tensor) and made.dtype.is_floating_point
     if isinstance(target, torch._ops.OpOverload):
         _at_sizes(node, args, kwargs, sizes)
         has_dtype = any(a.name == "dtype" for a in target._schema.arguments)
-        made = node.meta.get("val")
-        if has_dtype and isinstance(made, torch.Tensor) and kwargs.get("dtype") is None:
-            from_nothing = not any(isinstance(a, torch.Tensor) for a in pytree.tree_leaves(args))
-            if from_nothing:  # its dtype was the default one
-                kwargs["dtype"] = torch.float64 if made.dtype.is_floating_point else made.dtype
+        default = isinstance(made, torch.Tensor) and kwargs.get("dtype") is None
+        if has_dtype and default and not _open(args):  # made from nothing: its dtype was the default one
+            kwargs["dtype"] = torch.float64 if makes_real else made.dtype  # type: ignore[union-attr]
         kwargs.pop("pin_memory", None)
-    made = node.meta.get("val")
-    if isinstance(made, torch.Tensor) and made.dtype.is_floating_point and _of_integers(args):
-        # Whole numbers and a Python number, as in `gamma ** (i - j)`, would make the default dtype.
-        args = pytree.tree_map_only(torch.Tensor, torch.Tensor.double, args)
     if target in (aten.view.default, aten._unsafe_view.default):
         target = aten.reshape.default  # the strides of the trace are not those of these values
-    try:
-        result = target(*args, **kwargs)  # type: ignore[operator]
-    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
-        raise CannotEvaluate(f"{sizes.analysis.described(node)} ({target}): {error}") from error
-    return result
+    operands, fill = _open(args), _filling(args, kwargs)
+
+    def op(env: Mapping[fx.Node, Any]) -> Any:
+        args, kwargs = fill(env)
+        if makes_real and _of_integers([env[operand] for operand in operands]):
+            # Whole numbers and a Python number, as in `gamma ** (i - j)`, would make the default dtype.
+            args = pytree.tree_map_only(torch.Tensor, torch.Tensor.double, args)
+        try:
+            return target(*args, **kwargs)  # type: ignore[operator]
+        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
+            raise CannotEvaluate(f"{sizes.analysis.described(node)} ({target}): {error}") from error
+
+    return op
 
 
-def _of_integers(args: Sequence[Any]) -> bool:
-    given = [a for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor)]
+def _open(tree: Any) -> list[fx.Node]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, fx.Node)]
+
+
+def _filling(
+    args: list[Any], kwargs: dict[str, Any]
+) -> Callable[[Mapping[fx.Node, Any]], tuple[list[Any], dict[str, Any]]]:
+    """A function that puts values in place of nodes."""
+    alone = [(i, arg) for i, arg in enumerate(args) if isinstance(arg, fx.Node)]
+    within = [(i, arg) for i, arg in enumerate(args) if not isinstance(arg, fx.Node) and _open(arg)]
+    named = bool(_open(kwargs))
+
+    def fill(env: Mapping[fx.Node, Any]) -> tuple[list[Any], dict[str, Any]]:
+        filled = list(args)
+        for i, node in alone:
+            filled[i] = env[node]
+        for i, tree in within:
+            filled[i] = pytree.tree_map_only(fx.Node, env.__getitem__, tree)
+        return filled, pytree.tree_map_only(fx.Node, env.__getitem__, kwargs) if named else kwargs
+
+    return fill
+
+
+def _of_integers(operands: Sequence[Any]) -> bool:
+    """All tensors among the operands are of whole numbers, and there are some."""
+    given = [a for a in operands if isinstance(a, torch.Tensor)]
     return bool(given) and not any(a.dtype.is_floating_point or a.dtype == torch.bool for a in given)
 
 
@@ -616,17 +664,20 @@ _FILLED_WITH = {
 }  # fmt: skip
 
 
-def _shaped_like(node: fx.Node, sizes: Sizes) -> torch.Tensor:
+def _shaped_like(node: fx.Node, sizes: Sizes) -> _Op:
     """What a factory makes, from the sizes alone. Memory that is not filled is NaN, so that it shows if read."""
     dtype = node.meta["val"].dtype
     dtype = torch.float64 if dtype.is_floating_point else dtype
     shape = sizes.shape(node)
+    value: Any
     if node.target in _FILLED_WITH:
-        return torch.full(shape, _FILLED_WITH[node.target], dtype=dtype)
-    if node.target in (aten.empty_like.default, aten.new_empty.default):
-        return torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
-    value = argument(node, "fill_value")
-    return torch.full(shape, _number(value, sizes) if isinstance(value, fx.Node) else value, dtype=dtype)
+        value = _FILLED_WITH[node.target]
+    elif node.target in (aten.empty_like.default, aten.new_empty.default):
+        value = float("nan") if dtype.is_floating_point else 0
+    else:
+        value = argument(node, "fill_value")
+        value = _number(value, sizes) if isinstance(value, fx.Node) else value
+    return lambda _: torch.full(shape, value, dtype=dtype)
 
 
 def _at_sizes(node: fx.Node, args: list[Any], kwargs: dict[str, Any], sizes: Sizes) -> None:
@@ -655,7 +706,7 @@ def _number(node: fx.Node, sizes: Sizes) -> Any:
     if isinstance(value, int | float | bool):
         return value
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        number = sympy.sympify(value.node.expr).subs(sizes.substitutions())
+        number = sympy.sympify(value.node.expr).subs(sizes.substitutions)
         if number.is_number:
             return int(number) if isinstance(value, torch.SymInt) else float(number)
     raise CannotEvaluate(f"the number {node} depends on more than the length")

@@ -180,12 +180,16 @@ def _second_look(
             scans=[],
             look=None,
         )
+        analysis: Analysis | None = None
         for run in (_by_name, _sorted_rows, _open_scans, _loops, _by_meaning, _running_sums, _close_scans):
-            analysis = again.analyse()
+            analysis = analysis or again.analyse()
             assert analysis is not None, "the inputs are the same, but for their length"
-            run(again, analysis, PassRecord(run.__name__, 0.0, 0))
-            gm.recompile()
-        analysis = again.analyse()
+            record = PassRecord(run.__name__, 0.0, 0)
+            run(again, analysis, record)
+            if record.matches:
+                gm.recompile()
+                analysis = None
+        analysis = analysis or again.analyse()
         assert analysis is not None, "the inputs are the same, but for their length"
         return second_look.steps_of(analysis)
 
