@@ -251,31 +251,28 @@ def _for_ranks(each: ForRanks, library: types.FunctionType) -> types.FunctionTyp
 @torch.compiler.assume_constant_result
 def _is_split() -> bool:
     """Called while Dynamo traces: whether it does so for "zeco" and several ranks, or for a look at what they get."""
-    compilation = torch_private.current_compilation()
+    return _shared_by(torch_private.current_compilation()) is not None
+
+
+def _shared_by(compilation: torch_private.Compilation | None) -> str | None:
+    """What is to become of what cannot be split, where several ranks share the sequence; None where they do not."""
     if compilation is None or not compilation.backend.__module__.startswith("zeco_compile."):
-        return False
+        return None
     if compilation.backend.__name__ != "zeco":
-        return True
+        return "error"
     # imported here: settings look up process groups, and this module is imported before there are any
     from zeco_compile.settings import Settings
 
-    return Settings.parse(compilation.options).world_size > 1
+    settings = Settings.parse(compilation.options)
+    return settings.on_unsupported if settings.world_size > 1 else None
 
 
 @torch.compiler.assume_constant_result
 def _refuse_if_split(function: str, why: str) -> None:
     """Called while Dynamo traces: raises UnsupportedFunction where several ranks share the sequence."""
     compilation = torch_private.current_compilation()
-    if compilation is None or not compilation.backend.__module__.startswith("zeco_compile."):
-        return
-    # imported here: settings look up process groups, and this module is imported before there are any
-    from zeco_compile.settings import Settings
-
-    if compilation.backend.__name__ == "zeco":
-        settings = Settings.parse(compilation.options)
-        if settings.world_size == 1 or settings.on_unsupported == "gather":
-            return
-    raise UnsupportedFunction(function, why, stack=compilation.user_stack)
+    if compilation is not None and _shared_by(compilation) == "error":
+        raise UnsupportedFunction(function, why, stack=compilation.user_stack)
 
 
 def _is_default(value: Any, default: Any) -> bool:
