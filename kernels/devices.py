@@ -14,7 +14,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @cache
-def _has_triton() -> bool:
+def triton_available() -> bool:
+    """Whether Triton is installed; for CUDA devices PyTorch brings it."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -34,6 +35,6 @@ def is_fused(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> bool:
         all(x.device.type == "cuda" and x.dtype in _DTYPES for x in given)
         and q.shape[3] <= MAX_KEY
         and v.shape[3] <= MAX_VALUE
-        and _has_triton()
+        and triton_available()
         and _has_matrix_units(q.device)
     )

@@ -16,8 +16,8 @@ scaled operands, written once in the products' dtype and read by every later par
 head, or none, is not (``triton_head.py``). The matrices inside of chunks are made where they are needed, and are in
 memory only on request (``everywhere``), or where a gate is too strong for the operands.
 
-Products are in bf16 where q, k and v are bf16; in tf32 where they are all of 16 bits (fp16 has tf32's precision but
-not its range, which the operands need); else in three tf32 products, as accurate as float32. States and sums are
+Products are in bf16 where q, k and v are bf16; else in three tf32 products, as accurate as float32 (fp16 has not the
+range that the operands need). States and sums are
 float32. Nothing waits for the device or depends on values from it.
 """
 
@@ -124,9 +124,9 @@ def _precision(device: torch.device, *tensors: Tensor) -> tuple[Any, str, float]
         return tl.float32, "ieee", _LIMIT_FP32
     if dtypes == {torch.bfloat16}:
         return tl.bfloat16, "tf32", _LIMIT_BF16
-    if dtypes <= {torch.bfloat16, torch.float16}:
-        return tl.float32, "tf32", _LIMIT_BF16
-    return tl.float32, "tf32x3", _LIMIT_FP32
+    # One tf32 product would do for 16 bits, but Triton 3.6 gets those wrong in pipelined loops where the operand was
+    # fp16 in memory: right with one stage, or as three products.
+    return tl.float32, "tf32x3", _LIMIT_BF16 if dtypes <= {torch.bfloat16, torch.float16} else _LIMIT_FP32
 
 
 def _storage(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
@@ -148,6 +148,8 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
     half, narrow = min(64, width), min(32, width)
     across = min(value, 32 if wide else 64)
     fewer = 1 if wide and width > 128 else 2  # two rows of 256 float32 a token, twice, are more than there is
+    # The two whose products sum over value channels take no more of them at once than key channels: with more, what
+    # Triton 3.6 makes of them for sm_90 in bf16 is wrong on some shapes, or ends in an illegal access.
     return {
         "prepare": Launch(narrow if wide else half, min(value, 64 if wide else 128), 4, 2),
         "strong_operands": Launch(narrow if wide else half, 0, 4, 1),
@@ -156,8 +158,8 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
         "read_out": Launch(width, columns, warps, fewer if wide or width > 128 else 3),
         "read_out_saving": Launch(width, columns, warps, fewer),
         "pairs_backward": Launch(0, across, 4, 2),
-        "operands_backward": Launch(narrow if wide else half, across, 4, 2 if wide else 3),
-        "strong_operands_backward": Launch(narrow, across, 4, 2),
+        "operands_backward": Launch(narrow if wide else half, min(across, half), 4, 2 if wide else 3),
+        "strong_operands_backward": Launch(narrow, min(across, narrow), 4, 2),
     }
 
 

@@ -29,8 +29,9 @@ from zeco_compile.kernels import chunked
 from zeco_compile.kernels.devices import is_fused
 from zeco_compile.kernels.errors import InvalidShapes
 from zeco_compile.kernels.shapes import check_sizes, check_state, state_dtype
-from zeco_compile.lowering import all_scan, fused_attention, in_flight, op_log  # noqa: F401 (defines ops)
+from zeco_compile.lowering import all_scan, fused_attention, in_flight, op_log, symmetric  # noqa: F401 (defines ops)
 from zeco_compile.lowering.communicator import Job, communicator_for, members
+from zeco_compile.lowering.cost_model import worth_hiding
 from zeco_compile.lowering.errors import SecondDerivative
 from zeco_compile.lowering.registry import LIBRARY, LOCAL_TAGS, define
 
@@ -179,7 +180,8 @@ def _scan_start(
     label = "scan reverse" if reverse else "scan"
     op_log.record("scan_start reverse" if reverse else "scan_start")
     all_scan.check_schedule(schedule)
-    token = state.new_zeros((1,))
+    # nobody reads it: on a GPU its zero would be a kernel for nothing, on the CPU the same inputs give the same
+    token = state.new_zeros((1,)) if state.device.type == "cpu" else state.new_empty((1,))
     where = members(group)
     job: Job[Tensor]
     if where.world_size == 1:
@@ -193,6 +195,11 @@ def _scan_start(
         first = where.world_size - 1 if reverse else 0
         entering = boundary if where.rank == first else None
         enters = None if entering is None else communicator.to_wire(entering.to(state.dtype))
+        # between the GPUs of one host nothing is faster than a chain through the memory that they share
+        shared = symmetric.scan_for(group, state.device) if schedule in symmetric.SCHEDULES else None
+        if shared is not None:
+            in_flight.put(token, shared.submit(label, mine, decay, enters, reverse=reverse))
+            return token
         plan = communicator.plan(mine, decay, schedule, blocks)
         run, count = all_scan.algorithm(plan.schedule), plan.blocks
         job = communicator.submit(
@@ -351,6 +358,13 @@ class _GatedLinearAttention(torch.autograd.Function):
         return dq, dk, dv, None if g is None else dg, dinitial, None, None, None, None, None
 
 
+def _beside(q: Tensor, g: Tensor | None, group: str) -> bool:
+    """Whether the attention matrices inside of chunks are made beside the scan."""
+    batch, tokens, heads, _ = q.shape
+    per_channel = g is not None and g.dim() == 4
+    return group != "" and worth_hiding(members(group).world_size, batch * tokens * heads, per_channel)
+
+
 class _FusedGatedLinearAttention(torch.autograd.Function):
     """The same from the Triton kernels' ops. ``save``: a backward may follow."""
 
@@ -370,16 +384,16 @@ class _FusedGatedLinearAttention(torch.autograd.Function):
         save: bool,
     ) -> tuple[Tensor, Tensor]:
         ops = torch.ops.zeco
-        several = group != ""
+        beside = _beside(q, g, group)
         state, log_decay, kept = ops.prepare(q, k, v, g, scale)
-        if several:
+        if group != "":
             flying = ops.scan_start(state, log_decay, initial_state, False, schedule, blocks, group)
-            pairs = ops.chunk_pairs(q, k, v, g, scale, kept, True)
+            pairs = ops.chunk_pairs(q, k, v, g, scale, kept, beside)
             state_in = ops.scan_wait(flying, state, log_decay, group)
         else:
             pairs = ops.chunk_pairs(q, k, v, g, scale, kept, False)
             state_in = None if initial_state is None else initial_state.to(state.dtype)
-        o, saved = ops.read_out(pairs, kept, q, k, v, g, state_in, scale, several, save)
+        o, saved = ops.read_out(pairs, kept, q, k, v, g, state_in, scale, beside, save)
         if output_final_state:
             before = torch.zeros_like(state) if state_in is None else state_in
             final_state = ops.final_state(before, state, log_decay, group)
@@ -388,7 +402,7 @@ class _FusedGatedLinearAttention(torch.autograd.Function):
             ctx.mark_non_differentiable(final_state)
         ctx.save_for_backward(q, k, v, g, log_decay, pairs, saved, *kept)
         ctx.initial_dtype = None if initial_state is None else initial_state.dtype
-        ctx.arguments = scale, output_final_state, schedule, blocks, group
+        ctx.arguments = scale, output_final_state, schedule, blocks, group, beside
         return o, final_state
 
     @staticmethod
@@ -396,18 +410,17 @@ class _FusedGatedLinearAttention(torch.autograd.Function):
         _refuse_second_derivative()
         ops = torch.ops.zeco
         q, k, v, g, log_decay, pairs, saved, *kept = ctx.saved_tensors
-        scale, output_final_state, schedule, blocks, group = ctx.arguments
-        several = group != ""
+        scale, output_final_state, schedule, blocks, group, beside = ctx.arguments
         dstate_out = ops.final_state_backward(dfinal, group) if output_final_state else None
         dstate, dkept = ops.prepare_backward(q, k, v, g, do, scale, kept)
-        if several:
+        if group != "":
             flying = ops.scan_start(dstate, log_decay, dstate_out, True, schedule, blocks, group)
-            dpairs = ops.chunk_pairs_backward(q, k, v, g, do, True)
+            dpairs = ops.chunk_pairs_backward(q, k, v, g, do, beside)
             dstate_out = ops.scan_wait(flying, dstate, log_decay, group)
         else:
             dpairs = ops.chunk_pairs_backward(q, k, v, g, do, False)
         dq, dk, dv, dg = ops.read_out_backward(
-            pairs, dpairs, kept, saved, dkept, q, k, v, g, do, scale, dstate_out, several
+            pairs, dpairs, kept, saved, dkept, q, k, v, g, do, scale, dstate_out, beside
         )
         dinitial = None
         if ctx.initial_dtype is not None and ctx.needs_input_grad[4]:

@@ -516,7 +516,7 @@ class Communicator:
         """
         link = self._link(label, reverse)
         if self.wire == "nccl":
-            return self._enqueue(link, work, reads)
+            return self.enqueue(lambda: work(link), reads)
 
         def run() -> T:
             try:
@@ -594,13 +594,17 @@ class Communicator:
         operation = f"{label} (transfer number {number} of process group {self.group!r} over {self.wire})"
         return Link(self, label, operation, reverse)
 
-    def _enqueue(self, link: Link, work: Callable[[Link], T], reads: Sequence[torch.Tensor]) -> Job[T]:
+    def enqueue(self, work: Callable[[], T], reads: Sequence[torch.Tensor]) -> Job[T]:
+        """``work()`` on the side stream, which goes on from where the current stream is; for CUDA devices.
+
+        It may only enqueue. ``reads`` are the tensors of the current stream that it uses.
+        """
         if self._side is None:
             self._side = torch.cuda.Stream(self.device, priority=-1)
         side = self._side
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side), torch.no_grad():
-            result = work(link)
+            result = work()
             event = torch.cuda.Event()
             event.record(side)
         for tensor in reads:

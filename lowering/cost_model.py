@@ -118,10 +118,10 @@ def fit(times: Sequence[tuple[int, float]], gap: float | None = None, source: st
 
 
 _MIB = 1 << 20
-# NVLink between two H200s: a hop that a kernel makes through symmetric memory, replayed from a CUDA graph. Its
-# blocks are programs side by side: no gap.
+# NVLink between two H200s: a hop that a kernel makes through symmetric memory, replayed from a CUDA graph
+# (benchmarks/collectives.py). Its blocks are programs side by side: no gap.
 _SYMMETRIC = fit(
-    [(_MIB, 7.8e-6), (4 * _MIB, 16.6e-6)], 0.0, "default: symmetric memory between two H200s, CUDA graph"
+    [(_MIB, 10.2e-6), (4 * _MIB, 21.2e-6)], 0.0, "default: symmetric memory between two H200s, CUDA graph"
 )
 # The same pair: ncclSend and ncclRecv, as called from Python, which is how the scan calls them.
 _NCCL = fit(
@@ -275,35 +275,19 @@ def plan(
     return min(plans, key=lambda each: each.seconds)  # the first of equals
 
 
-@dataclass(frozen=True)
-class Hiding:
-    """Whether to compute the attention inside of chunks beside the scan; seconds from the scan's start to o.
+# On an H200 (benchmarks/sharded_operator.py, collectives.py): what a scan takes, for each rank of the chain, and what
+# it costs a token and head, in one direction, to have all attention matrices made beside it and read again.
+_SECONDS_A_RANK = 6e-6
+_SECONDS_OF_PAIRS = {"channel": 4.6e-10, "head": 1.3e-10}
 
-    ``beside``: the matrices inside of chunks are made while the scan is in flight, and read back after it.
-    ``after``: the scan is waited for, and the matrices are made where they are needed, in no memory.
-    ``least_scan``: the shortest scan for which it is worth it, infinite if it is for none.
+
+def worth_hiding(world_size: int, rows: int, per_channel: bool) -> bool:
+    """Whether the scan takes longer than the work that is only there to hide it.
+
+    That work: to make the attention matrices inside of all chunks beside the scan, and read them back after it, instead
+    of making them where they are needed, in no memory. ``rows`` is B * T * H of one rank, ``per_channel`` whether the
+    gate has a value for each channel. Sizes alone decide, so ranks with slices of one length decide alike, and a trace
+    needs no other rank.
     """
-
-    beside: float
-    after: float
-    least_scan: float
-
-    @property
-    def worth(self) -> bool:
-        return self.beside < self.after
-
-
-def hide_behind_pairs(scan: float, *, pairs: float, read_given: float, read_making: float) -> Hiding:
-    """Is the work beside the scan worth its extra traffic to memory? All in seconds, of one layer and direction.
-
-    ``scan`` is what :func:`plan` predicts; the rest is measured on the device at the sizes in question, since it
-    depends on what the kernels are bound by: ``pairs`` the kernel that makes the matrices inside of chunks for all
-    chunks (``chunk_pairs`` with ``everywhere``: reads q and k, writes [B, H, T, 64]), ``read_given`` the part after
-    the scan that reads them back, ``read_making`` the same part where it makes them itself.
-
-    A scan of any length is covered for as long as ``pairs`` takes; but where reading back costs as much as making
-    (``read_given`` not below ``read_making``), nothing is won by having them early.
-    """
-    saved = read_making - read_given
-    least = max(0.0, pairs - saved) if saved > 0 else math.inf
-    return Hiding(max(scan, pairs) + read_given, scan + read_making, least)
+    pairs = _SECONDS_OF_PAIRS["channel" if per_channel else "head"]
+    return world_size * _SECONDS_A_RANK > rows * pairs

@@ -6,6 +6,7 @@ tests/lowering/test_torch_private.py. Tried with torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -126,6 +127,23 @@ def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, owner: int) -> dis
 def abort(group: dist.ProcessGroup) -> None:
     """Give up everything in flight on the group (NCCL; gloo ignores it)."""
     group.abort()
+
+
+def symmetric_memory(
+    size: int, device: torch.device, group: str, prepare: Callable[[torch.Tensor], None]
+) -> tuple[torch.Tensor, Callable[[int], torch.Tensor]]:
+    """``size`` bytes on ``device`` that the other ranks of the group can read and write, and a function from a rank of
+    the group to its bytes, as seen from here.
+
+    Collective: every rank of the group has to ask for the same size. ``prepare`` is called before others can see the
+    memory. Raises RuntimeError where devices or processes cannot share memory.
+    """
+    from torch.distributed import _symmetric_memory
+
+    memory = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    prepare(memory)
+    handle = _symmetric_memory.rendezvous(memory, cast(Any, group))
+    return memory, lambda rank: handle.get_buffer(rank, (size,), torch.uint8)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -23,6 +23,8 @@ from torch import fx
 from zeco_compile.passes import torch_private
 from zeco_compile.passes.axis_rules import track_axes, track_region
 from zeco_compile.passes.inputs import GraphInput, graph_inputs, local_length
+from zeco_compile.passes.locations import expression, source_expression
+from zeco_compile.passes.report import op_name
 from zeco_compile.passes.schema import argument, operand
 from zeco_compile.passes.shadow import Shadow, build_shadow, merge_alike
 from zeco_compile.passes.sizes import Size, facts_of, size_of
@@ -132,6 +134,14 @@ class Analysis:
         group = self.shadow.groups.get(user_node, [])
         inside = set(group)
         return [n for n in group if any(u not in inside for u in n.users)]
+
+    def described(self, node: fx.Node) -> str:
+        """A value of the shadow graph, as the user knows it: an input by its name, others by the line of code."""
+        for each in self.inputs:
+            if self.shadow.inputs.get(each.node) is node:
+                return f"`{source_expression(each.name)}`"
+        user_node = self.user_node(node)
+        return expression(user_node, str(node if user_node is None else op_name(user_node)))
 
     def user_node(self, node: fx.Node) -> fx.Node | None:
         return self.shadow.origin.get(node)

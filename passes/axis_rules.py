@@ -834,6 +834,19 @@ def attention_corrected(track: Tracking, node: fx.Node) -> None:
     track.out(node, o)
 
 
+@rule(zeco.carry_before.default)
+def carry_before(track: Tracking, node: fx.Node) -> None:
+    steps = track.dims(operand(node, 1))[0]
+    track.act(node, steps, "carry")
+    track.out(node, (steps, *track.dims(operand(node, 0))))
+
+
+@rule(zeco.carry_after.default)
+def carry_after(track: Tracking, node: fx.Node) -> None:
+    before, value = operand(node, 0), operand(node, 1)
+    track.out(node, track.broadcast([track.dims(before), track.dims(value)]))
+
+
 @rule(zeco.rank_state.default)
 def attention_state(track: Tracking, node: fx.Node) -> None:
     k, v = track.dims(operand(node, 0)), track.dims(operand(node, 1))

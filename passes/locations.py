@@ -68,6 +68,23 @@ def user_location(node: fx.Node | None) -> Location:
     return innermost_user_frame(getattr(node, "stack_trace", None))
 
 
+def expression(node: fx.Node | None, otherwise: str) -> str:
+    """What a node of the user's graph is in the user's source: the line's code, and where it is; `otherwise` where that
+    is not known."""
+    where = user_location(node)
+    return f"`{where.code}` at {where}" if where.known and where.code else f"`{otherwise}`"
+
+
+_HELD = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+_LOCAL = re.compile(r"^L\['([^']*)'\]")
+
+
+def source_expression(name: str) -> str:
+    """Dynamo's name of where an input comes from, as one would write it: `L['self']._modules['a']._buffers['m']` is
+    `self.a.m`."""
+    return _HELD.sub(lambda m: f"[{m[1]}]" if m[1].isdigit() else f".{m[1]}", _LOCAL.sub(r"\1", name))
+
+
 def innermost_user_frame(stack_trace: str | None) -> Location:
     """As `user_location`, from the text of a stack trace."""
     fallback = UNKNOWN

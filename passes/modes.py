@@ -15,7 +15,7 @@ from torch import fx
 
 from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.errors import UnsupportedOp
-from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.locations import expression, user_location
 
 aten = torch.ops.aten
 
@@ -134,7 +134,8 @@ def reason_against(analysis: Analysis, interior: Iterable[fx.Node], at: fx.Node)
         if not value.dtype.is_floating_point:
             continue
         if changes_gradient(origin) or node.target is aten.detach.default:
-            return f"`{origin}` in it changes the gradient, or stops it"
+            return f"{expression(origin, str(origin))} in it changes the gradient, or stops it"
         if mode_of.get(origin) != mode_of.get(at):
-            return f"`{origin}` in it runs in another mode (no_grad, autocast) than the end of it, `{at}`"
+            inner, end = expression(origin, str(origin)), expression(at, str(at))
+            return f"{inner} in it runs in another mode (no_grad, autocast) than the end of it, {end}"
     return None

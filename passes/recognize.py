@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -30,6 +30,7 @@ from zeco_compile.passes.length import depends_on
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.modes import reason_against
 from zeco_compile.passes.region import (
+    INSIDE,
     CannotEvaluate,
     Region,
     Sizes,
@@ -52,6 +53,7 @@ from zeco_compile.passes.roles import (
     check,
     final_state_scale,
     find_roles,
+    row_factor,
 )
 
 log = logging.getLogger(__name__)
@@ -131,9 +133,11 @@ def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
     """A MIXED value with one whole sequence axis that somebody reads as values of positions, one, each or their sum."""
     if analysis.state(node) is not State.MIXED or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
+    group = analysis.user_node(node)
+    if group is not None and group.meta.get(INSIDE):
+        return False
     if not _has_all_rows(analysis, node) or analysis.is_misaligned(node):
         return False
-    group = analysis.user_node(node)
     for user in node.users:
         if analysis.user_node(user) is group and user.op != "output":
             continue
@@ -189,7 +193,7 @@ def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tup
     rounded = _rounded_inside(region, analysis)
     if rounded is not None:
         return None, (
-            f"`{analysis.shadow.origin.get(rounded, rounded)}` in it is {rounded.meta['val'].dtype}, though the result "
+            f"{analysis.described(rounded)} in it is {rounded.meta['val'].dtype}, though the result "
             "is float64: what the code rounds on the way would not be rounded in the operator"
         )
     reason = "no way to read its inputs as q, k, v and a gate fits the recurrence"
@@ -240,13 +244,16 @@ def _checked(region: Region, analysis: Analysis, roles: Roles, sizes: Sequence[S
     """The match if the region is the recurrence, up to one constant scale, at all of `sizes`."""
     worst, scales, described = 0.0, [], []
     allowed = tolerance(region)
-    for seed, at in enumerate(sizes, start=11):
+    for seed, at in enumerate(sizes, start=_FIRST_SEED):
         try:
             scale, difference = check(region, analysis, roles, at, seed)
         except CannotEvaluate:
             return None
         if not difference <= allowed or scale == 0.0:
-            return None
+            rows = row_factor(region, analysis, roles, at, seed) if seed == _FIRST_SEED else None
+            if rows is None or roles.rows is not None:
+                return None
+            return _checked(region, analysis, replace(roles, rows=rows), sizes)
         worst = max(worst, difference)
         scales.append(scale)
         described.append(f"T = {at.length}" + (" (other sizes reduced)" if at.other else ""))
@@ -267,8 +274,10 @@ def _checked(region: Region, analysis: Analysis, roles: Roles, sizes: Sequence[S
     scale = _rounded(scales[0])
     if roles.constant is not None and abs(scale - 1.0) <= allowed:
         scale = 1.0  # decays that the code has computed in float32 are found as exactly as they are
-    scaled = Roles(**{**roles.__dict__, "scale": scale})
-    return Match(region, scaled, worst, tuple(described), factor)
+    return Match(region, replace(roles, scale=scale), worst, tuple(described), factor)
+
+
+_FIRST_SEED = 11
 
 
 def _constant(scales: Sequence[float], allowed: float) -> bool:
@@ -323,10 +332,17 @@ def _probe_sizes(region: Region, analysis: Analysis) -> list[Sizes]:
     beyond = largest_constant(region.interior) + 3
     if beyond > 2048:
         raise NotLinearAttention(f"the number {beyond - 3} in it is too large to be probed beyond")
-    rows = min((m.rows for m in region.masks), default=max(beyond + 11, _FAR))
+    most = max(beyond + 11, _FAR)
+    rows = min((m.rows for m in region.masks), default=most) if _looks_up_rows(region, analysis) else most
     wanted = [t for t in (min(7, rows), 4, min(max(11, beyond), rows), min(_FAR, rows)) if t <= rows]
     lengths = dict.fromkeys(_admitted(analysis, t, rows) for t in wanted)
     return [_affordable(region, analysis, t) for t in lengths]
+
+
+def _looks_up_rows(region: Region, analysis: Analysis) -> bool:
+    """A buffer has a row for each position, and so for so many only. Decays of heads have none."""
+    along = any(analysis.track.sequence_dims(buffer) for buffer in region.masks_at)
+    return along or any(map(analysis.is_table_lookup, region.interior))
 
 
 def _admitted(analysis: Analysis, length: int, most: int) -> int:
@@ -409,7 +425,9 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             )
         state_scale = _rounded(found)
     gate_node, gate_form, kept = _gate_source(analysis, roles)
+    seconds = roles.gates[1:]
     needed = [*roles.q, *roles.k, *roles.v, *(node for node in (gate_node, kept) if node is not None)]
+    needed += [node for node, _ in seconds]
     if roles.initial_state is not None:
         needed.append(roles.initial_state)
     # What an operator has taken the place of is held by its result, and not under the old name any more.
@@ -420,7 +438,9 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     }
     for node in needed:
         if node not in held:
-            raise NotLinearAttention(f"the value `{node}` that it needs has been overwritten by then")
+            raise NotLinearAttention(
+                f"the value {analysis.described(node)} that it needs has been overwritten by then"
+            )
     values = {node: held[node] for node in needed}
     dtype = region.output.meta["val"].dtype
     operand_dtype = _promoted([*roles.q, *roles.k, *roles.v], dtype)
@@ -448,6 +468,9 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
                 log = ops.call(torch.where, values[kept], log, -float("inf"))
             logs = {gate_node: log}
             g = arrange(ops, roles.axes, Canonical.GATE, [gate_node], logs)
+            for node, form in seconds:
+                log_too = {node: _emit_gate(ops, form, values[node], wiring.group)}
+                g = ops.call(torch.add, g, arrange(ops, roles.axes, Canonical.GATE, [node], log_too))
             if roles.write_factor is not None:
                 factor = {gate_node: _emit_write_factor(ops, roles.write_factor, logs[gate_node])}
                 k = ops.multiply(k, arrange(ops, roles.axes, Canonical.KEY, [gate_node], factor))
@@ -477,6 +500,10 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             q, k, v, g, roles.scale, state, bool(state_readers), wiring.schedule, wiring.blocks, wiring.group,
         )  # fmt: skip
         o = ops.call(operator.getitem, call, 0)
+        if roles.rows is not None:
+            float_dtype = torch.promote_types(operand_dtype, torch.float32)
+            o = roles.rows.emit(ops, o, ops.size((roles.axes.rows,)), g, float_dtype)
+            o = o if float_dtype == operand_dtype else ops.call(aten.to.dtype, o, operand_dtype)
         o = disarrange(ops, roles.axes, o)
         if match.length_factor is not None:  # of the slice's length as yet, as the user's own (length.py)
             from_length, multiplied = match.length_factor
@@ -661,6 +688,8 @@ def _report(
         entries["g"] = _role(
             analysis, gate_node, "" if gate_form.name == "g" else f"log decay = {gate_form.name}"
         )
+    for node, form in roles.gates[1:]:
+        entries["g (second factor)"] = _role(analysis, node, f"log decay = {form.name}")
     if roles.initial_state is not None:
         entries["initial_state"] = _role(analysis, roles.initial_state, "")
     end = _end(analysis, region)
@@ -677,6 +706,7 @@ def _report(
             f"{len(region.user_nodes)} nodes of your graph became one operator",
             *([f"k is multiplied with {roles.write_factor} of the decay a"] if roles.write_factor else []),
             *([f"a position reads the state before its own write, {roles.before}"] if roles.before else []),
+            *([f"what a position reads is multiplied by {roles.rows}"] if roles.rows else []),
             *([f"log decay of each head: {_listed(roles.constant)}"] if roles.constant else []),
             *(f"the values of `{mask.name}` were taken as they are" for mask in region.masks),
         ],

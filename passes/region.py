@@ -7,8 +7,9 @@ dimension is known by its axis, so a region that was traced with one length can 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -19,10 +20,19 @@ from torch.utils import _pytree as pytree
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis, State
 from zeco_compile.passes.axes import Atom, Dim
 from zeco_compile.passes.masks import Buffer, TakenValues, causal_mask, taken_values
-from zeco_compile.passes.schema import argument, is_random, shape
+from zeco_compile.passes.schema import argument, is_random, operand, shape
 from zeco_compile.passes.sizes import Size, same_size
 
 aten = torch.ops.aten
+
+
+SPREADS = "zeco_spreads"
+"""Mark of a node of the user's graph that makes more of a token than the token has: an outer product of k and v. It is
+computed inside of a step so that it need not be held for all of them."""
+
+INSIDE = "zeco_inside_step"
+"""Mark of a node of the user's graph with which no region should end: it computes the next state, or is larger than
+what a token has."""
 
 
 class CannotEvaluate(Exception):
@@ -50,6 +60,44 @@ class Region:
     after the last step, the region can be run piece by piece."""
     final_state: fx.Node | None = None
 
+    carries: tuple[Carry, ...] = ()
+    """What a scan carries; then the region is run step by step."""
+
+    @cached_property
+    def last_read(self) -> tuple[tuple[fx.Node, ...], ...]:
+        """For each node of the interior the values that nothing reads after it."""
+        last = {source: node for node in self.interior for source in node.all_input_nodes}
+        kept = {self.output, self.initial_state, self.final_state, *self.inputs, *self.masks_at}
+        kept.update(node for each in self.carries for node in (each.after, each.last))
+        return tuple(
+            tuple(s for s in node.all_input_nodes if last[s] is node and s not in kept)
+            for node in self.interior
+        )
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What the steps of a scan find (`before`), what they leave behind (`after`), [T, ...] both, and what the last one
+    leaves behind (`last`), if it is read."""
+
+    before: fx.Node
+    after: fx.Node
+    last: fx.Node | None
+
+    @staticmethod
+    def of(before: fx.Node) -> Carry:
+        (after,) = (user for user in before.users if user.target is torch.ops.zeco.carry_after.default)
+        return Carry(
+            before, after, next((user for user in after.users if user.target is aten.select.int), None)
+        )
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """What a node is computed from. What a step finds is what was there at first, and what the steps leave behind."""
+    if node.target is torch.ops.zeco.carry_before.default:
+        return [operand(node, 0), Carry.of(node).after]
+    return node.all_input_nodes
+
 
 def cut_region(
     analysis: Analysis, output: fx.Node, limit: int, *, beyond_sums: bool = False
@@ -69,12 +117,13 @@ def cut_region(
         interior.add(node)
         if node.target in SHAPED_LIKE:
             continue  # a constant of a known shape, whatever it is like
-        for source in node.all_input_nodes:
+        for source in _sources(node):
             if not isinstance(source.meta.get("val"), torch.Tensor | list | tuple):
                 continue  # a size: computed from the sizes asked for
             outside = source.op != "call_function" or origin.get(source) is not origin.get(node)
             local = analysis.state(source) is State.LOCAL and not analysis.is_constant(source)
             local = local and not (beyond_sums and source in analysis.from_sums)
+            local = local and not _spreads(analysis, source)
             if outside and local and not _made_from_zeros(analysis, source, known):
                 if _read_by_position(analysis, node) and (mask := causal_mask(analysis, source)) is not None:
                     masks[source] = mask
@@ -86,11 +135,28 @@ def cut_region(
                 stack.append(source)
             else:
                 return None
+    carries = [Carry.of(n) for n in interior if n.target is torch.ops.zeco.carry_before.default]
+    interior.update(carry.last for carry in carries if carry.last is not None)
     ordered = tuple(n for n in analysis.shadow.graph.nodes if n in interior)
     if any(mask in inputs for mask in masks):
         return None  # read in two ways
     user_nodes = _user_nodes(analysis, ordered)
-    return Region(output, tuple(inputs), ordered, user_nodes, tuple(masks.values()), tuple(masks))
+    read = [carry.last for carry in carries if carry.last is not None]
+    return Region(
+        output,
+        tuple(inputs),
+        ordered,
+        user_nodes,
+        tuple(masks.values()),
+        tuple(masks),
+        final_state=read[0] if len(read) == 1 else None,
+        carries=tuple(carries),
+    )
+
+
+def _spreads(analysis: Analysis, node: fx.Node) -> bool:
+    user_node = analysis.user_node(node)
+    return user_node is not None and bool(user_node.meta.get(SPREADS))
 
 
 _SAME_VALUES = frozenset(
@@ -210,8 +276,9 @@ def _keeps_values(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _before_chunks(analysis: Analysis, way: Sequence[fx.Node]) -> int:
-    """Where on the way up from a value to stop: at itself, unless its rows are taken apart into chunks."""
-    chunked = len(analysis.track.sequence_dims(way[0])) > 1
+    """Where on the way up from a value to stop: at itself, unless its rows are taken apart into chunks, or folded into
+    one dimension with others."""
+    chunked = len(analysis.track.sequence_dims(way[0])) > 1 or row_dims(analysis, way[0]) is None
     for at, node in enumerate(way if chunked else ()):
         padded = node.target is aten.constant_pad_nd.default and at + 1 < len(way)
         if len(row_dims(analysis, node) or ()) == 1 and _is_held(analysis, node) and not padded:
@@ -301,6 +368,13 @@ class Sizes:
     analysis: Analysis
     length: int
     other: Mapping[Atom, int] = field(default_factory=dict)
+    ops: dict[fx.Node, _Op] = field(default_factory=dict, repr=False, compare=False)
+    """What has been run at these sizes, ready to be run on other values: a region is probed hundreds of times."""
+
+    @cached_property
+    def of_a_piece(self) -> Sizes:
+        """The same with the length that was traced."""
+        return Sizes(self.analysis, self.analysis.length, self.other)
 
     def of_atom(self, atom: Atom) -> int:
         if atom in self.other:
@@ -318,11 +392,12 @@ class Sizes:
     def of_size(self, size: Size) -> int:
         if isinstance(size, int):
             return size
-        value = sympy.sympify(size).subs(self.substitutions())
+        value = sympy.sympify(size).subs(self.substitutions)
         if not value.is_Integer:
             raise CannotEvaluate(f"the size {size} depends on more than the length")
         return int(value)
 
+    @cached_property
     def substitutions(self) -> dict[Any, int]:
         length = self.analysis.length
         out: dict[Any, int] = {} if isinstance(length, int) else {length: self.length}
@@ -357,7 +432,7 @@ class Sizes:
 def piecewise(region: Region, analysis: Analysis) -> bool:
     """The region steps through the sequence, or takes it apart into chunks: it can be run at multiples of its length
     only, by carrying on."""
-    if not isinstance(analysis.length, int):
+    if not isinstance(analysis.length, int) or region.carries:
         return False
     axes = analysis.track.axes
     return len(axes.flat((axes.sequence,))) > 1 or any(
@@ -370,6 +445,8 @@ def piecewise(region: Region, analysis: Analysis) -> bool:
 def evaluate(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Sizes) -> torch.Tensor:
     """The region's output in float64 for float64 `values` of its inputs. Raises CannotEvaluate."""
     analysis = sizes.analysis
+    if region.carries:
+        return _step_by_step(region, values, sizes)[0]
     if not piecewise(region, analysis):
         return _run(region, values, sizes, {})[region.output]
     step = analysis.length
@@ -382,7 +459,7 @@ def evaluate(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Size
         len(row_dims(analysis, node) or (0, 0)) > 1 for node in values if analysis.track.sequence_dims(node)
     ):
         raise CannotEvaluate("a value whose rows are taken apart into chunks cannot be cut into pieces")
-    local = Sizes(analysis, step, sizes.other)
+    local = sizes.of_a_piece
     carried: dict[fx.Node, torch.Tensor] = {}
     outputs = []
     for piece in range(pieces):
@@ -398,8 +475,36 @@ def evaluate(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Size
 def final_state_value(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Sizes) -> torch.Tensor:
     """The region's final state in float64, at the length that was traced."""
     assert region.final_state is not None
+    if region.carries:
+        return _step_by_step(region, values, sizes)[1][region.final_state]
     value: torch.Tensor = _run(region, values, sizes, {})[region.final_state]
     return value
+
+
+def _step_by_step(
+    region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Sizes
+) -> tuple[torch.Tensor, dict[fx.Node, torch.Tensor]]:
+    """The output of a region with carries, and what the last step leaves behind, by the nodes that read it."""
+    analysis = sizes.analysis
+    known = {node for each in region.carries for node in (each.before, each.last)}
+    for node in region.interior:
+        if node not in known and (analysis.mixes(node) or analysis.track.acts_along_sequence(node)):
+            raise CannotEvaluate(f"{analysis.described(node)}, beside the scan, looks at other positions")
+    for node in values:
+        if analysis.track.sequence_dims(node) and len(row_dims(analysis, node) or ()) != 1:
+            raise CannotEvaluate(
+                "a value whose rows are no dimension of their own cannot be taken step by step"
+            )
+    (along,) = analysis.track.sequence_dims(region.output)
+    one = Sizes(analysis, 1, sizes.other)
+    carried: dict[fx.Node, torch.Tensor] = {}
+    outputs = []
+    for step in range(sizes.length):
+        env = _run(region, {n: _rows(analysis, n, v, step, 1) for n, v in values.items()}, one, carried)
+        outputs.append(env[region.output])
+        carried = {each.before: env[each.after] for each in region.carries}
+    last = {each.last: env[each.last] for each in region.carries if each.last is not None}
+    return torch.cat(outputs, along), last
 
 
 def rounds(region: Region, analysis: Analysis, node: fx.Node) -> bool:
@@ -453,20 +558,18 @@ def _run(
     for node, mask in zip(region.masks_at, region.masks, strict=True):
         data = sizes.analysis.example_inputs[mask.index].detach().cpu()
         env[node] = data.double() if data.is_floating_point() else data
-    last_use = {source: node for node in region.interior for source in node.all_input_nodes}
-    masks = set(region.masks_at)
-    keep = {region.output, region.initial_state, region.final_state}
+    ops = sizes.ops
     with torch.no_grad():
-        for node in region.interior:
-            env[node] = given[node] if node in given else _compute(node, env, sizes)
-            for source in node.all_input_nodes:
-                if (
-                    last_use.get(source) is node
-                    and source not in keep
-                    and source not in values
-                    and source not in masks
-                ):
-                    env.pop(source, None)
+        for node, unused in zip(region.interior, region.last_read, strict=True):
+            if node in given:
+                env[node] = given[node]
+            else:
+                op = ops.get(node)
+                if op is None:
+                    op = ops[node] = _prepared(node, env, sizes)
+                env[node] = op(env)
+            for source in unused:
+                env.pop(source, None)
     return env
 
 
@@ -477,49 +580,82 @@ _SIZED = {
 }  # fmt: skip
 
 
-def _compute(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> Any:
-    def value_of(leaf: Any) -> Any:
+_Op = Callable[[Mapping[fx.Node, Any]], Any]
+"""One op of a region at certain sizes: its result from the values of the nodes before it."""
+
+
+def _prepared(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> _Op:
+    """The op with all numbers as they are at these sizes. What has a value in `env` is left open."""
+
+    def number_of(leaf: Any) -> Any:
         if isinstance(leaf, torch.dtype):
             return torch.float64 if leaf.is_floating_point else leaf
         if isinstance(leaf, torch.device):
             return torch.device("cpu")
-        if not isinstance(leaf, fx.Node):
-            return leaf
-        if leaf in env:
-            return env[leaf]
-        return _number(leaf, sizes)
+        return _number(leaf, sizes) if isinstance(leaf, fx.Node) and leaf not in env else leaf
 
     target = node.target
+    if target is torch.ops.zeco.carry_before.default:
+        found = operand(node, 0)
+        return lambda env: env[found].unsqueeze(0)  # there is one step, the first
     if target in SHAPED_LIKE:
         return _shaped_like(node, sizes)
     if is_random(node):
         raise CannotEvaluate(f"{target} is random")
-    args = list(pytree.tree_map(value_of, node.args))
-    kwargs = dict(pytree.tree_map(value_of, node.kwargs))
+    args = list(pytree.tree_map(number_of, node.args))
+    kwargs = dict(pytree.tree_map(number_of, node.kwargs))
+    made = node.meta.get("val")
+    makes_real = isinstance(made, torch.Tensor) and made.dtype.is_floating_point
     if isinstance(target, torch._ops.OpOverload):
         _at_sizes(node, args, kwargs, sizes)
         has_dtype = any(a.name == "dtype" for a in target._schema.arguments)
-        made = node.meta.get("val")
-        if has_dtype and isinstance(made, torch.Tensor) and kwargs.get("dtype") is None:
-            from_nothing = not any(isinstance(a, torch.Tensor) for a in pytree.tree_leaves(args))
-            if from_nothing:  # its dtype was the default one
-                kwargs["dtype"] = torch.float64 if made.dtype.is_floating_point else made.dtype
+        default = isinstance(made, torch.Tensor) and kwargs.get("dtype") is None
+        if has_dtype and default and not _open(args):  # made from nothing: its dtype was the default one
+            kwargs["dtype"] = torch.float64 if makes_real else made.dtype  # type: ignore[union-attr]
         kwargs.pop("pin_memory", None)
-    made = node.meta.get("val")
-    if isinstance(made, torch.Tensor) and made.dtype.is_floating_point and _of_integers(args):
-        # Whole numbers and a Python number, as in `gamma ** (i - j)`, would make the default dtype.
-        args = pytree.tree_map_only(torch.Tensor, torch.Tensor.double, args)
     if target in (aten.view.default, aten._unsafe_view.default):
         target = aten.reshape.default  # the strides of the trace are not those of these values
-    try:
-        result = target(*args, **kwargs)  # type: ignore[operator]
-    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
-        raise CannotEvaluate(f"{node} ({target}): {error}") from error
-    return result
+    operands, fill = _open(args), _filling(args, kwargs)
+
+    def op(env: Mapping[fx.Node, Any]) -> Any:
+        args, kwargs = fill(env)
+        if makes_real and _of_integers([env[operand] for operand in operands]):
+            # Whole numbers and a Python number, as in `gamma ** (i - j)`, would make the default dtype.
+            args = pytree.tree_map_only(torch.Tensor, torch.Tensor.double, args)
+        try:
+            return target(*args, **kwargs)  # type: ignore[operator]
+        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
+            raise CannotEvaluate(f"{sizes.analysis.described(node)} ({target}): {error}") from error
+
+    return op
 
 
-def _of_integers(args: Sequence[Any]) -> bool:
-    given = [a for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor)]
+def _open(tree: Any) -> list[fx.Node]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, fx.Node)]
+
+
+def _filling(
+    args: list[Any], kwargs: dict[str, Any]
+) -> Callable[[Mapping[fx.Node, Any]], tuple[list[Any], dict[str, Any]]]:
+    """A function that puts values in place of nodes."""
+    alone = [(i, arg) for i, arg in enumerate(args) if isinstance(arg, fx.Node)]
+    within = [(i, arg) for i, arg in enumerate(args) if not isinstance(arg, fx.Node) and _open(arg)]
+    named = bool(_open(kwargs))
+
+    def fill(env: Mapping[fx.Node, Any]) -> tuple[list[Any], dict[str, Any]]:
+        filled = list(args)
+        for i, node in alone:
+            filled[i] = env[node]
+        for i, tree in within:
+            filled[i] = pytree.tree_map_only(fx.Node, env.__getitem__, tree)
+        return filled, pytree.tree_map_only(fx.Node, env.__getitem__, kwargs) if named else kwargs
+
+    return fill
+
+
+def _of_integers(operands: Sequence[Any]) -> bool:
+    """All tensors among the operands are of whole numbers, and there are some."""
+    given = [a for a in operands if isinstance(a, torch.Tensor)]
     return bool(given) and not any(a.dtype.is_floating_point or a.dtype == torch.bool for a in given)
 
 
@@ -528,17 +664,20 @@ _FILLED_WITH = {
 }  # fmt: skip
 
 
-def _shaped_like(node: fx.Node, sizes: Sizes) -> torch.Tensor:
+def _shaped_like(node: fx.Node, sizes: Sizes) -> _Op:
     """What a factory makes, from the sizes alone. Memory that is not filled is NaN, so that it shows if read."""
     dtype = node.meta["val"].dtype
     dtype = torch.float64 if dtype.is_floating_point else dtype
     shape = sizes.shape(node)
+    value: Any
     if node.target in _FILLED_WITH:
-        return torch.full(shape, _FILLED_WITH[node.target], dtype=dtype)
-    if node.target in (aten.empty_like.default, aten.new_empty.default):
-        return torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
-    value = argument(node, "fill_value")
-    return torch.full(shape, _number(value, sizes) if isinstance(value, fx.Node) else value, dtype=dtype)
+        value = _FILLED_WITH[node.target]
+    elif node.target in (aten.empty_like.default, aten.new_empty.default):
+        value = float("nan") if dtype.is_floating_point else 0
+    else:
+        value = argument(node, "fill_value")
+        value = _number(value, sizes) if isinstance(value, fx.Node) else value
+    return lambda _: torch.full(shape, value, dtype=dtype)
 
 
 def _at_sizes(node: fx.Node, args: list[Any], kwargs: dict[str, Any], sizes: Sizes) -> None:
@@ -567,7 +706,7 @@ def _number(node: fx.Node, sizes: Sizes) -> Any:
     if isinstance(value, int | float | bool):
         return value
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        number = sympy.sympify(value.node.expr).subs(sizes.substitutions())
+        number = sympy.sympify(value.node.expr).subs(sizes.substitutions)
         if number.is_number:
             return int(number) if isinstance(value, torch.SymInt) else float(number)
     raise CannotEvaluate(f"the number {node} depends on more than the length")

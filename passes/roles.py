@@ -39,9 +39,11 @@ from zeco_compile.passes.region import (
     evaluate,
     final_state_value,
     from_rows,
+    piecewise,
     row_dims,
     tolerance,
 )
+from zeco_compile.passes.row_factors import RowFactor, fit
 
 _LARGE = 1e5
 """The size of q, k and v in the checks with extreme values."""
@@ -75,6 +77,13 @@ GATE_FORMS = (
 )
 
 
+_PAIRS_OF_FORMS = (
+    *((form, form) for form in GATE_FORMS),
+    *itertools.permutations([form for form in GATE_FORMS if form.name in ("g", "log(a)")]),
+)
+"""Of two gates in one step: mostly both are decays, or logarithms of such."""
+
+
 WRITE_FACTORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "1 - a": lambda log_decay: -torch.expm1(log_decay),
     "sqrt(1 - a^2)": lambda log_decay: torch.sqrt(-torch.expm1(2 * log_decay)),
@@ -93,7 +102,8 @@ class Roles:
 
     `write_factor` names the function of the gate that k is multiplied with. `constant` are the log decays of a
     region that has no gate but forgets, one for each head. `before` says that a position reads the state before its
-    own write (a strict mask): "decayed" by its own gate already, or "kept" as the position before has left it.
+    own write (a strict mask): "decayed" by its own gate already, or "kept" as the position before has left it. What
+    each position reads is multiplied by `rows`. With a `second_gate` the decay is the product of both.
     """
 
     q: tuple[fx.Node, ...]
@@ -107,6 +117,14 @@ class Roles:
     write_factor: str | None = None
     constant: tuple[float, ...] | None = None
     before: str | None = None
+    rows: RowFactor | None = None
+    second_gate: fx.Node | None = None
+    second_form: GateForm | None = None
+
+    @property
+    def gates(self) -> tuple[tuple[fx.Node, GateForm], ...]:
+        both = ((self.gate, self.form), (self.second_gate, self.second_form))
+        return tuple((node, form) for node, form in both if node is not None and form is not None)
 
     @property
     def is_running_sum(self) -> bool:
@@ -150,14 +168,14 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
     """Hypotheses about the region, to be checked. Raises NotLinearAttention if there can be none."""
     for node in region.inputs:
         if not node.meta["val"].dtype.is_floating_point:
-            raise NotLinearAttention(f"it depends on `{node}`, which holds no real numbers")
+            raise NotLinearAttention(f"it depends on {analysis.described(node)}, which holds no real numbers")
     probe = Probe(region, analysis, sizes, seed=1)
     base, values = _finite_point(probe)
     affine = {node for node in region.inputs if _is_affine(probe, values, base, node)}
     moved = {node: _moves(probe, values, base, node) for node in region.inputs}
     track = analysis.track
     along = {node: bool(track.sequence_dims(node)) for node in region.inputs}
-    _refuse_the_unseen([str(n) for n, how in moved.items() if how == "none" and along[n]])
+    _refuse_the_unseen([analysis.described(n) for n, how in moved.items() if how == "none" and along[n]])
 
     readers = [n for n in region.inputs if n in affine and along[n] and moved[n] == "own"]
     writers = [n for n in region.inputs if n in affine and along[n] and moved[n] == "later"]
@@ -166,11 +184,18 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
     whole = [n for n in region.inputs if n in affine and not along[n] and moved[n] != "none"]
     backwards = [n for n in region.inputs if moved[n] == "earlier"]
     if backwards:
-        raise NotLinearAttention(f"positions depend on later ones through `{backwards[0]}`")
+        raise NotLinearAttention(f"positions depend on later ones through {analysis.described(backwards[0])}")
     if any(moved[n] == "own" for n in gates):
-        raise NotLinearAttention(f"the output is no linear function of `{gates[0]}` at its own position")
-    if len(gates) > 1:
-        raise NotLinearAttention(f"several inputs enter nonlinearly: {', '.join(map(str, gates))}")
+        raise NotLinearAttention(
+            f"the output is no linear function of {analysis.described(gates[0])}, at its own position"
+        )
+    gates.sort(key=lambda n: -len(_atoms(analysis, n)))
+    if len(gates) > 2 or (
+        len(gates) == 2 and not set(_atoms(analysis, gates[1])) <= set(_atoms(analysis, gates[0]))
+    ):
+        raise NotLinearAttention(
+            f"several inputs enter nonlinearly: {', '.join(map(analysis.described, gates))}"
+        )
     if not writers:
         raise NotLinearAttention("nothing is carried from one position to later ones linearly")
 
@@ -179,7 +204,8 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
     output_atoms = _atoms(analysis, region.output)
     outer = {a for n in (*gates, *readers) for a in _atoms(analysis, n)}
     value_atoms = [a for a in output_atoms if a not in outer]
-    states = [n for n in whole if _is_state(analysis, n, value_atoms, output_atoms)]
+    carries = bool(region.carries) or piecewise(region, analysis)
+    states = [n for n in whole if _is_state(analysis, n, value_atoms, () if carries else output_atoms)]
     for candidate_states in ([states[0]] if len(states) == 1 else [], []):
         factors = [n for n in whole if n not in candidate_states]
         # A factor that is the same at every position may stand on either side; it goes with q.
@@ -195,6 +221,13 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
         state = candidate_states[0] if candidate_states else None
         if state is not None and not axes.covers(Canonical.STATE, state):
             continue
+        if len(gates) == 2:
+            for form, second in _PAIRS_OF_FORMS:
+                if not reads_before:
+                    yield Roles(
+                        q, k, v, gates[0], form, state, axes, second_gate=gates[1], second_form=second
+                    )
+            continue
         if reads_before:
             forms = [(gates[0], form) for form in GATE_FORMS] if gates else [(None, None)]
             ways = BEFORE if gates else BEFORE[:1]
@@ -207,24 +240,31 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
             constant = _constant_decay(probe, values, writers, axes)
             if constant is not None:
                 yield Roles(q, k, v, None, None, state, axes, constant=constant)
+            by_rows = _decay_by_rows(probe, values, writers, axes)
+            if by_rows is not None:
+                yield Roles(q, k, v, None, None, state, axes, constant=by_rows)
         for form, factor in itertools.product(GATE_FORMS if gates else (), (None, *WRITE_FACTORS)):
             yield Roles(q, k, v, gates[0], form, state, axes, write_factor=factor)
 
 
-def _constant_decay(
-    probe: Probe, values: dict[fx.Node, torch.Tensor], writers: Sequence[fx.Node], axes: CanonicalAxes
-) -> tuple[float, ...] | None:
-    """The log decay of each head in a region without a gate, from what is left at later positions of what was written
-    at the first. None if it is not one positive number for each head."""
+def _left_of_write(
+    probe: Probe,
+    values: dict[fx.Node, torch.Tensor],
+    writers: Sequence[fx.Node],
+    axes: CanonicalAxes,
+    at: int,
+) -> torch.Tensor | None:
+    """What all positions read, [B, T, H, V], of what is written at one of them, the same wherever that is."""
     if any(atom in probe.sizes.other for atom in axes.heads):
         return None  # at other sizes the heads are not those of the model
     impulse = dict(values)
     for node in writers:
         along = row_dims(probe.analysis, node)
         assert along, "a writer has rows"
-        first = as_rows(values[node], along).clone()
-        first[1:] = 0
-        impulse[node] = from_rows(first, along, values[node].shape)
+        first = as_rows(values[node], along)[:1]
+        alone = torch.zeros_like(as_rows(values[node], along))
+        alone[at] = first[0]
+        impulse[node] = from_rows(alone, along, values[node].shape)
     # The readers are alike at all positions, so that only the decay makes a difference.
     for node in probe.region.inputs:
         along = row_dims(probe.analysis, node)
@@ -232,7 +272,35 @@ def _constant_decay(
             alike = as_rows(values[node], along)[:1].expand_as(as_rows(values[node], along))
             impulse[node] = from_rows(alike.contiguous(), along, values[node].shape)
     output = probe.region.output
-    o = canonical_value(axes, Canonical.VALUE, [output], {output: probe.run(impulse)}, probe.sizes)
+    return canonical_value(axes, Canonical.VALUE, [output], {output: probe.run(impulse)}, probe.sizes)
+
+
+def _decay_by_rows(
+    probe: Probe, values: dict[fx.Node, torch.Tensor], writers: Sequence[fx.Node], axes: CanonicalAxes
+) -> tuple[float, ...] | None:
+    """The log decay of each head where what a position reads is multiplied by a factor of its own: from two writes that
+    the same position reads."""
+    if piecewise(probe.region, probe.analysis):
+        return None
+    first, second = (_left_of_write(probe, values, writers, axes, at) for at in (0, 1))
+    if first is None or second is None:
+        return None
+    ratio = (first / second)[:, 1:]
+    head = ratio[:1, :1, :, :1]
+    same = bool(((ratio - head).abs() <= tolerance(probe.region) * head.abs()).all())
+    if not same or not bool((head > 0).all()) or not bool((head < 1).all()):
+        return None
+    return tuple(head.log().flatten().tolist())
+
+
+def _constant_decay(
+    probe: Probe, values: dict[fx.Node, torch.Tensor], writers: Sequence[fx.Node], axes: CanonicalAxes
+) -> tuple[float, ...] | None:
+    """The log decay of each head in a region without a gate, from what is left at later positions of what was written
+    at the first. None if it is not one positive number for each head."""
+    o = _left_of_write(probe, values, writers, axes, 0)
+    if o is None:
+        return None
     allowed = tolerance(probe.region)
     ratio = o[:, 1] / o[:, 0]
     head = ratio[:1, :, :1]
@@ -258,17 +326,9 @@ def check(
     With `extreme` the values are large and the decay is strong, to get beyond limits that ordinary values do not
     touch: scores or states that are clipped, exponents that are clamped, small decays that are dropped.
     """
-    if roles.constant is not None:  # the heads have to be those of the model
-        kept = {atom: size for atom, size in sizes.other.items() if atom not in roles.axes.heads}
-        sizes = Sizes(sizes.analysis, sizes.length, kept)
+    sizes = _with_own_heads(roles, sizes)
     probe = Probe(region, analysis, sizes, seed)
-    size = _LARGE if extreme else 1.0
-    values = {node: probe.normal(node) * size for node in region.inputs}
-    if roles.gate is not None and roles.form is not None:
-        low, high = roles.form.low, roles.form.high
-        if extreme:
-            low, high = sorted((roles.form.weakest, roles.form.strongest))
-        values[roles.gate] = probe.random(roles.gate, low, high)
+    values = _drawn(probe, roles, extreme=extreme)
     found = probe.run(values)
     expected = recurrence_of(roles, values, sizes)
     if not (bool(torch.isfinite(found).all()) and bool(torch.isfinite(expected).all())):
@@ -281,16 +341,36 @@ def check(
     return scale, difference
 
 
+_STEPS = 7
+
+
+def _with_own_heads(roles: Roles, sizes: Sizes) -> Sizes:
+    """With a constant for each head, the heads have to be those of the model."""
+    if roles.constant is None:
+        return sizes
+    kept = {atom: size for atom, size in sizes.other.items() if atom not in roles.axes.heads}
+    return Sizes(sizes.analysis, sizes.length, kept)
+
+
+def _drawn(probe: Probe, roles: Roles, *, extreme: bool = False) -> dict[fx.Node, torch.Tensor]:
+    """Random values of the region's inputs, of the gate such as its form allows."""
+    size = _LARGE if extreme else 1.0
+    values = {node: probe.normal(node) * size for node in probe.region.inputs}
+    for gate, form in roles.gates:
+        low, high = sorted((form.weakest, form.strongest)) if extreme else (form.low, form.high)
+        values[gate] = probe.random(gate, low, high)
+    return values
+
+
 def final_state_scale(region: Region, analysis: Analysis, roles: Roles) -> float | None:
     """What the region's final state is of the recurrence's, a constant; None if it is not that state."""
-    if region.final_state is None or not isinstance(analysis.length, int):
+    if region.final_state is None or not (isinstance(analysis.length, int) or region.carries):
         return None
-    sizes, scales = Sizes(analysis, analysis.length), []
+    length = analysis.length if isinstance(analysis.length, int) and not region.carries else _STEPS
+    sizes, scales = Sizes(analysis, length), []
     for seed in (21, 22):
         probe = Probe(region, analysis, sizes, seed)
-        values = {node: probe.normal(node) for node in region.inputs}
-        if roles.gate is not None and roles.form is not None:
-            values[roles.gate] = probe.random(roles.gate, roles.form.low, roles.form.high)
+        values = _drawn(probe, roles)
         found = final_state_value(region, values, sizes)
         _, state = _recurrence(roles, values, sizes)
         expected = from_canonical_state(roles.axes, state, region.final_state, sizes)
@@ -305,7 +385,28 @@ def final_state_scale(region: Region, analysis: Analysis, roles: Roles) -> float
 
 def recurrence_of(roles: Roles, values: dict[fx.Node, torch.Tensor], sizes: Sizes) -> torch.Tensor:
     """The recurrence on these values, in the shape of the region's output."""
-    return from_canonical_value(roles.axes, _recurrence(roles, values, sizes)[0], sizes)
+    o = _recurrence(roles, values, sizes)[0]
+    if roles.rows is not None:
+        o = o * roles.rows.values(sizes.length)[:, :, None]
+    return from_canonical_value(roles.axes, o, sizes)
+
+
+def row_factor(region: Region, analysis: Analysis, roles: Roles, sizes: Sizes, seed: int) -> RowFactor | None:
+    """By what the rows of the region's output differ from those of the recurrence, if by nothing else."""
+    if piecewise(region, analysis) or roles.initial_state is not None or roles.before is not None:
+        return None
+    sizes = _with_own_heads(roles, sizes)
+    values = _drawn(Probe(region, analysis, sizes, seed), roles)
+    found = canonical_value(
+        roles.axes, Canonical.VALUE, [region.output], {region.output: evaluate(region, values, sizes)}, sizes
+    )
+    expected = _recurrence(roles, values, sizes)[0]
+    norms = (expected * expected).sum((0, 3))
+    scales = (found * expected).sum((0, 3)) / norms
+    left = (found - scales[:, :, None] * expected).abs().max()
+    if not bool(left <= tolerance(region) * found.abs().max()):
+        return None
+    return fit(scales, roles.constant, tolerance(region))
 
 
 def _recurrence(
@@ -323,6 +424,8 @@ def _recurrence(
         if roles.write_factor is not None:
             factor = WRITE_FACTORS[roles.write_factor](log_decay)
             k = k * canonical_value(axes, Canonical.KEY, [roles.gate], {roles.gate: factor}, sizes)
+        for gate, form in roles.gates[1:]:
+            g = g + canonical_value(axes, Canonical.GATE, [gate], {gate: form.log_decay(values[gate])}, sizes)
     v = canonical_value(axes, Canonical.VALUE, roles.v, values, sizes)
     if roles.before is not None:
         k, v = _one_later(k), _one_later(v)

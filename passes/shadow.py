@@ -10,6 +10,7 @@ reader means another version.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ class _Recorder(fx.Interpreter):
         self.memory: dict[fx.Node, frozenset[int]] = {}
         self.writes: dict[fx.Node, frozenset[int]] = {}
         self.aten_graph: fx.Graph | None = None
-        self._seen = 0
+        self._last: fx.Node | None = None  # of the nodes that were claimed
         self._alive: list[Any] = []  # so that no memory gets the number of another that is gone
 
     def run_node(self, n: fx.Node) -> Any:
@@ -152,11 +153,12 @@ class _Recorder(fx.Interpreter):
         graph = torch_private.tracing_graph()
         assert graph is not None, "the recorder runs only while a trace is being made"
         self.aten_graph = graph
-        nodes = list(graph.nodes)
-        for node in nodes[self._seen :]:
+        # from the end: the graph only grows, and is long
+        fresh = list(itertools.takewhile(lambda node: node is not self._last, reversed(graph.nodes)))
+        for node in reversed(fresh):
             if node.op != "placeholder":
                 self.origin[node] = n
-        self._seen = len(nodes)
+        self._last = fresh[0] if fresh else self._last
 
     def _versions(self, value: Any) -> list[Any]:
         return [leaf for leaf in pytree.tree_leaves(self._aten(value)) if isinstance(leaf, fx.Node)]

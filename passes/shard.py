@@ -15,7 +15,7 @@ from torch import fx
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.keys import over_all_keys
-from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.locations import expression, user_location
 from zeco_compile.passes.losses import over_windows
 from zeco_compile.passes.plans import Plan, Ranks, settled
 from zeco_compile.passes.report import Communication, Decision, Report, op_name, user_op_name
@@ -164,13 +164,17 @@ def _why(
         what = "it reads rows by position from a tensor that is whole on every rank, in a way that is not followed"
     else:
         what = f"it looks at other positions ({', '.join(sorted(kinds))} along the sequence: `{operation}`)"
+        if "cat" in kinds:
+            what += (
+                "; rows put beside those of the sequence (learned tokens, registers) are of no rank's slice"
+            )
     text = f"{what}, and no rule says how to compute it on a slice."
     if (departs := departure(analysis, node)) is not None:
         return f"{text} {departs}"
     if (attempt := _nearest(analysis, user_node, attempts)) is not None:
         end, reason = attempt
-        where = user_location(end)
-        text += f" It was not taken for linear attention either: what ends at {where} ({end}): {reason}."
+        ends = expression(end, op_name(end))
+        text += f" It was not taken for linear attention either: what ends with {ends}: {reason}."
     return text
 
 

@@ -25,6 +25,7 @@ from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import ChainedSource, CompileContext, TracingContext
 from torch._higher_order_ops.effects import _EffectType as EffectType
 from torch._higher_order_ops.effects import with_effects
+from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._higher_order_ops.wrap import uid as checkpoint_numbers
 from torch._inductor import custom_graph_pass
@@ -33,6 +34,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
 
@@ -175,6 +177,25 @@ def is_autograd_function(target: Any) -> bool:
     """The operator that Dynamo makes of a `torch.autograd.Function`: called with the bodies of forward and backward,
     and the arguments."""
     return target is autograd_function_apply
+
+
+def is_scan(target: Any) -> bool:
+    """The operator that Dynamo makes of `torch._higher_order_ops.scan`: called with the body of a step, the values
+    carried at first, what is scanned (the steps in dimension 0), and what all steps share."""
+    return target is scan_op
+
+
+def trace_batched(body: fx.GraphModule, fakes: Sequence[Any], dims: Sequence[int | None]) -> fx.GraphModule:
+    """ATen graph, functional, of `body` applied by `torch.vmap` along `dims` of its inputs; its results have the new
+    dimension in front, and each node the source line of the node of `body` that it comes from.
+
+    Must run inside the fake mode of `fakes`. The outputs are the results, and then the inputs.
+    """
+    batched = torch.vmap(fx.Interpreter(body).run, in_dims=tuple(dims), out_dims=0, randomness="different")
+    with preserve_node_meta():
+        traced = trace_functional(batched, fakes)
+    traced.graph.eliminate_dead_code()
+    return traced
 
 
 def is_checkpoint(target: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.errors import LengthInValue, UnsupportedOp
 from zeco_compile.passes.functions import refuse_mixing_backwards
-from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.locations import source_expression, user_location
 from zeco_compile.passes.plans import settled
 from zeco_compile.passes.report import op_name
 from zeco_compile.passes.schema import argument, shape
@@ -66,8 +66,8 @@ def _refuse_owned_rows(analysis: Analysis) -> None:
         raise UnsupportedOp(
             op_name(users[0]) if users else "an input",
             location=user_location(users[0] if users else None),
-            why=f"`{user_input.name}` is whole on every rank, but one of its dimensions is combined with the "
-            "sequence, row by row: it would need the rows of the whole sequence.",
+            why=f"`{source_expression(user_input.name)}` is whole on every rank, but one of its dimensions is "
+            "combined with the sequence, row by row: it would need the rows of the whole sequence.",
             hints=[
                 "if it is an input that runs along the sequence, call zeco_compile.mark_sequence(tensor, dim)",
                 "if it is a table of positions, slice it by the length: table[: x.shape[1]]",

@@ -2,9 +2,11 @@
 
 by name         operators of this package, called or substituted, get their group
 sorted rows     rows that are sorted, worked on one by one or by group, and sorted back, are left alone
+scans           the bodies of scans are written out for all steps at once
 loops           what the steps of a loop compute from their own tokens alone moves out of it
 by meaning      regions that compute linear attention become the operator
 running sums    what remains of cumulative sums
+close scans     scans that are still needed are as the user wrote them; of the others nothing is left
 length          numbers that the code computes from the length get the whole one
 shard           every other op that mixes positions gets what it needs, or is refused
 verify          the result is analysed from nothing, and has to be right as it stands
@@ -13,14 +15,14 @@ verify          the result is analysed from nothing, and has to be right as it s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
 from zeco_compile import second_look
 from zeco_compile.debug import DebugDump
-from zeco_compile.lowering import cost_model, volume
+from zeco_compile.lowering import cost_model, symmetric, volume
 from zeco_compile.lowering.links import GroupLinks
 from zeco_compile.passes import (
     by_name,
@@ -30,6 +32,7 @@ from zeco_compile.passes import (
     length,
     loops,
     recognize,
+    scans,
     shard,
     sorted_rows,
     verify,
@@ -67,6 +70,7 @@ class _Rewriting:
     report: Report
     attempts: list[tuple[fx.Node, str]]
     masks: dict[int, Buffer]
+    scans: list[scans.OpenScan] = field(default_factory=list)
     output_dims: list[int | None] | None = None
     look: second_look.SecondLook | None = None
 
@@ -106,9 +110,11 @@ def rewrite(
     passes: list[tuple[str, Callable[[_Rewriting, Analysis, PassRecord], None]]] = [
         ("by_name", _by_name),
         ("sorted_rows", _sorted_rows),
+        ("scans", _open_scans),
         ("loops", _loops),
         ("by_meaning", _by_meaning),
     ]
+    closing = ("close_scans", _close_scans)
     assumed_there: list[Assumptions] = []
     whole = first.real_length * ranks.world_size
     broken = assumed.broken(whole) if ranks.world_size > 1 else None
@@ -118,10 +124,13 @@ def rewrite(
             work.look = _second_look(work, second_look.user_steps(gm), first.length, assumed_there)
         passes += [
             ("running_sums", _running_sums),
+            closing,
             ("length", _length),
             ("shard", _shard),
             ("verify", _verify),
         ]
+    else:
+        passes.append(closing)
     analysis: Analysis | None = first
     for name, run in passes:
         with report.recording(name, gm) as record:
@@ -160,14 +169,25 @@ def _second_look(
         if length == 1:
             return second_look.user_steps(gm)
         again = replace(
-            work, gm=gm, example_inputs=example_inputs, report=Report(), attempts=[], masks={}, look=None
+            work,
+            gm=gm,
+            example_inputs=example_inputs,
+            report=Report(),
+            attempts=[],
+            masks={},
+            scans=[],
+            look=None,
         )
-        for run in (_by_name, _sorted_rows, _loops, _by_meaning, _running_sums):
-            analysis = again.analyse()
+        analysis: Analysis | None = None
+        for run in (_by_name, _sorted_rows, _open_scans, _loops, _by_meaning, _running_sums, _close_scans):
+            analysis = analysis or again.analyse()
             assert analysis is not None, "the inputs are the same, but for their length"
-            run(again, analysis, PassRecord(run.__name__, 0.0, 0))
-            gm.recompile()
-        analysis = again.analyse()
+            record = PassRecord(run.__name__, 0.0, 0)
+            run(again, analysis, record)
+            if record.matches:
+                gm.recompile()
+                analysis = None
+        analysis = analysis or again.analyse()
         assert analysis is not None, "the inputs are the same, but for their length"
         return second_look.steps_of(analysis)
 
@@ -184,6 +204,8 @@ def _second_look(
 
 def report_scans(report: Report, settings: Settings, ranks: Ranks, links: GroupLinks, wire: str) -> None:
     """Adds how the states of each region travel, what that sends, and what other ways to do the same would."""
+    wire = symmetric.expected_wire(wire, links.hosts, settings.schedule)
+    schedule = "all_scan" if wire == "symmetric" else settings.schedule
     costs = links.costs[wire]
     communication = []
     for region in report.regions:
@@ -198,7 +220,7 @@ def report_scans(report: Report, settings: Settings, ranks: Ranks, links: GroupL
             value_bytes=sizes["bytes of v"],
             state_bytes=sizes["bytes of the state"],
         )
-        arguments = (layer.state, layer.decay, layer.key_dim, settings.schedule, settings.blocks or 0)
+        arguments = (layer.state, layer.decay, layer.key_dim, schedule, settings.blocks or 0)
         plan = cost_model.plan(costs, links.hosts, *arguments)
         report.scans.append(
             Scan(
@@ -260,6 +282,16 @@ def _sorted_rows(work: _Rewriting, analysis: Analysis, record: PassRecord) -> No
     record.matches = sorted_rows.settle_sorted_rows(analysis, work.report.decisions)
 
 
+def _open_scans(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    work.scans, left = scans.open_scans(analysis)
+    work.attempts += left
+    record.matches = len(work.scans)
+
+
+def _close_scans(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = scans.close_scans(analysis, work.scans, work.report.decisions, work.attempts)
+
+
 def _loops(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     record.matches = loops.lift_steps(analysis, work.report.decisions)
 
@@ -274,7 +306,7 @@ def _by_meaning(work: _Rewriting, analysis: Analysis, record: PassRecord, runnin
         otherwise=lambda user_node: keys.over_all_keys(analysis, user_node) is not None,
     )
     if not running_sums:
-        work.attempts = recognition.attempts
+        work.attempts += recognition.attempts
     for match in recognition.matches:
         try:
             region = recognize.rewrite(analysis, match, work.wiring, len(work.report.regions))

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from zeco_compile import fla_attention, fla_layers, torch_private, transformers_layers
+from zeco_compile import fla_attention, fla_layers, scans_by_name, torch_private, transformers_layers
 from zeco_compile.passes.errors import UnsupportedArgument, UnsupportedFunction
 
 _log = logging.getLogger("zeco_compile.substitutes")
@@ -72,6 +72,20 @@ class Unsupported:
         return f"{self.module}.{self.name}"
 
 
+@dataclass(frozen=True)
+class ForRanks:
+    """A function of the same signature that Dynamo can look into, whose meaning is easier to see in other words. They
+    are traced where the "zeco" backend compiles for several ranks, and nowhere else."""
+
+    module: str
+    name: str
+    meaning: Callable[..., Any]
+
+    @property
+    def function(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
 def install() -> None:
     """From now on Dynamo traces the replacements. Call it before anything is compiled; again does nothing.
 
@@ -89,7 +103,7 @@ def register() -> list[str]:
     Each function object is registered once. One for which somebody else has registered a replacement keeps that.
     """
     new = []
-    known: tuple[Substitute | Unsupported, ...] = (*SUBSTITUTES, *UNSUPPORTED)
+    known: tuple[Substitute | Unsupported | ForRanks, ...] = (*SUBSTITUTES, *UNSUPPORTED, *FOR_RANKS)
     for each in known:
         module = sys.modules.get(each.module)
         # not getattr: a module may import others to answer it
@@ -107,15 +121,20 @@ _seen: dict[int, Any] = {}
 _installed: list[bool] = []
 
 
-def _register(each: Substitute | Unsupported, library: Any) -> bool:
+def _register(each: Substitute | Unsupported | ForRanks, library: Any) -> bool:
     if not isinstance(library, types.FunctionType):
         _log.info("%s is no Python function, and is not replaced", each.function)
         return False
-    misfit = None if isinstance(each, Unsupported) else _misfit(each, library)
+    misfit = _misfit(each, library) if isinstance(each, Substitute) else None
     if misfit is not None:
         _log.info("%s is not replaced: %s", each.function, misfit)
         return False
-    traceable = _refusing(each, library) if isinstance(each, Unsupported) else _traceable(each, library)
+    if isinstance(each, Unsupported):
+        traceable = _refusing(each, library)
+    elif isinstance(each, ForRanks):
+        traceable = _for_ranks(each, library)
+    else:
+        traceable = _traceable(each, library)
     try:
         torch.compiler.substitute_in_graph(library, skip_signature_check=True)(traceable)
     except ValueError as taken:
@@ -200,13 +219,7 @@ def _traceable(each: Substitute, library: types.FunctionType) -> types.FunctionT
 
 def _refusing(each: Unsupported, library: types.FunctionType) -> types.FunctionType:
     """The function that Dynamo traces in place of `library`: the same one, where it is not refused."""
-    function, why = each.function, each.why
-    # another object of the same code, for which nothing is registered
-    same = types.FunctionType(
-        library.__code__, library.__globals__, library.__name__, library.__defaults__, library.__closure__
-    )
-    same.__kwdefaults__ = library.__kwdefaults__
-    same.__dict__.update(vars(library))
+    function, why, same = each.function, each.why, _same(library)
 
     def refuse_or_trace(*args: Any, **kwargs: Any) -> Any:
         _refuse_if_split(function, why)
@@ -215,20 +228,51 @@ def _refusing(each: Unsupported, library: types.FunctionType) -> types.FunctionT
     return refuse_or_trace  # type: ignore[return-value]  # a plain function, as its type says
 
 
+def _same(library: types.FunctionType) -> types.FunctionType:
+    """Another object of the same code, for which nothing is registered."""
+    same = types.FunctionType(
+        library.__code__, library.__globals__, library.__name__, library.__defaults__, library.__closure__
+    )
+    same.__kwdefaults__ = library.__kwdefaults__
+    same.__dict__.update(vars(library))
+    return same
+
+
+def _for_ranks(each: ForRanks, library: types.FunctionType) -> types.FunctionType:
+    """The function that Dynamo traces in place of `library`: the meaning for several ranks, else the same one."""
+    meaning, same = each.meaning, _same(library)
+
+    def mean_or_trace(*args: Any, **kwargs: Any) -> Any:
+        return meaning(*args, **kwargs) if _is_split() else same(*args, **kwargs)
+
+    return mean_or_trace  # type: ignore[return-value]  # a plain function, as its type says
+
+
+@torch.compiler.assume_constant_result
+def _is_split() -> bool:
+    """Called while Dynamo traces: whether it does so for "zeco" and several ranks, or for a look at what they get."""
+    return _shared_by(torch_private.current_compilation()) is not None
+
+
+def _shared_by(compilation: torch_private.Compilation | None) -> str | None:
+    """What is to become of what cannot be split, where several ranks share the sequence; None where they do not."""
+    if compilation is None or not compilation.backend.__module__.startswith("zeco_compile."):
+        return None
+    if compilation.backend.__name__ != "zeco":
+        return "error"
+    # imported here: settings look up process groups, and this module is imported before there are any
+    from zeco_compile.settings import Settings
+
+    settings = Settings.parse(compilation.options)
+    return settings.on_unsupported if settings.world_size > 1 else None
+
+
 @torch.compiler.assume_constant_result
 def _refuse_if_split(function: str, why: str) -> None:
     """Called while Dynamo traces: raises UnsupportedFunction where several ranks share the sequence."""
     compilation = torch_private.current_compilation()
-    if compilation is None or not compilation.backend.__module__.startswith("zeco_compile."):
-        return
-    # imported here: settings look up process groups, and this module is imported before there are any
-    from zeco_compile.settings import Settings
-
-    if compilation.backend.__name__ == "zeco":
-        settings = Settings.parse(compilation.options)
-        if settings.world_size == 1 or settings.on_unsupported == "gather":
-            return
-    raise UnsupportedFunction(function, why, stack=compilation.user_stack)
+    if compilation is not None and _shared_by(compilation) == "error":
+        raise UnsupportedFunction(function, why, stack=compilation.user_stack)
 
 
 def _is_default(value: Any, default: Any) -> bool:
@@ -482,3 +526,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         for kind in ("chunk", "fused_recurrent")
     ),
 )  # fmt: skip
+
+FOR_RANKS = (
+    ForRanks("torch._higher_order_ops.associative_scan", "associative_scan", scans_by_name.associative_scan),
+)

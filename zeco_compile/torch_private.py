@@ -20,6 +20,7 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
+from torch._higher_order_ops.scan import scan as scan  # a prototype, not in the public face of torch
 
 
 def trace_artifact(name: str, encoding: Literal["string", "json"], payload: Callable[[], str]) -> None:

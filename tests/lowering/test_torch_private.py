@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -101,3 +102,12 @@ def test_nccl_and_coalescing_exist():
     assert hasattr(dist.ProcessGroup, "_end_coalescing"), HINT
     assert hasattr(dist.ProcessGroup, "abort"), HINT
     assert hasattr(dist.ProcessGroup.BackendType, "NCCL"), HINT
+
+
+def test_symmetric_memory_exists():
+    # cannot run here without GPUs; tests/cuda/check_all_scan.py runs it
+    from torch.distributed import _symmetric_memory
+
+    assert callable(_symmetric_memory.empty), HINT
+    assert list(inspect.signature(_symmetric_memory.rendezvous).parameters) == ["tensor", "group"], HINT
+    assert hasattr(torch._C._distributed_c10d._SymmetricMemory, "get_buffer"), HINT

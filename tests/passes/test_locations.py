@@ -144,3 +144,23 @@ def test_the_short_form_of_a_frame():
     assert locations.of_short_frame(f"{code} changed  # {short(HERE)}:{line} in forward") == UNKNOWN
     assert locations.of_short_frame(f"{code}  # nowhere/else.py:{line} in forward") == UNKNOWN
     assert locations.of_short_frame("") == UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("L['x']", "x"),
+        ("L['self']._modules['layers']._modules['0']._parameters['weight']", "self.layers[0].weight"),
+        ("L['batch']['tokens']", "batch['tokens']"),
+    ],
+)
+def test_the_origin_of_an_input_as_one_would_write_it(name, written):
+    assert locations.source_expression(name) == written
+
+
+def test_an_expression_is_the_code_and_where_it_is():
+    graph = fx.Graph()
+    node = graph.call_function(torch.sin, (graph.placeholder("x"),))
+    assert locations.expression(node, "torch.sin") == "`torch.sin`"
+    node.meta["stack_trace"] = '  File "model.py", line 3, in forward\n    y = torch.sin(x)\n'
+    assert locations.expression(node, "torch.sin") == "`y = torch.sin(x)` at model.py:3"

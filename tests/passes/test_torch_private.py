@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, UncapturedHigherOrderOpError
+from torch._higher_order_ops.scan import scan
 
 from zeco_compile.passes import torch_private
 from zeco_compile.passes.torch_private import LoudBackendError, is_dynamo_restart
@@ -255,6 +256,35 @@ def test_what_dynamo_makes_of_checkpoints_and_functions():
     torch.compile(function, backend=backend)(torch.randn(2, 5, requires_grad=True))
     assert sorted(seen) == [("checkpoint", False), ("function", 2)]
     assert torch_private.new_checkpoint() < torch_private.new_checkpoint()
+    torch._dynamo.reset()
+
+
+def test_a_scan_is_one_node_whose_body_can_be_computed_for_all_steps():
+    """The body takes carries, slices of what is scanned, and what is shared; and it knows the user's lines."""
+    torch._dynamo.reset()
+    seen = []
+
+    def backend(gm, example_inputs):
+        (node,) = (n for n in gm.graph.nodes if torch_private.is_scan(n.target))
+        body, initial, scanned, shared = node.args
+        seen.append((len(initial), len(scanned), len(shared)))
+        fakes = torch_private.fake_inputs(gm, example_inputs)
+        with fakes[0], torch.no_grad():
+            each = [torch.empty(5, 2), torch.empty(5, 2), torch.empty(2)]
+            traced = torch_private.trace_batched(gm.get_submodule(body.target), each, [0, 0, None])
+        seen.append([n for n in traced.graph.nodes if n.target is torch.ops.aten.mul.Tensor])
+        return gm.forward
+
+    def step(h, x):
+        h = h * weight + x
+        return h.clone(), h
+
+    weight = torch.randn(2)
+    torch.compile(lambda x: scan(step, x.new_zeros(2), x), backend=backend)(torch.randn(5, 2))
+    counts, (product,) = seen
+    assert counts == (1, 1, 1)
+    assert product.meta["val"].shape == (5, 2)
+    assert "h = h * weight + x" in product.meta["stack_trace"]
     torch._dynamo.reset()
 
 

@@ -5,7 +5,7 @@ from torch import nn
 
 import zeco_compile
 
-EXPECTED = {"refused": r"near_retention_normalised_decay\.py"}
+EXPECTED = {"families": ["constant per head"]}
 LOCAL_LENGTHS = (5,)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"families": ["per channel"], "or_refused": True}
+EXPECTED = {"families": ["per channel"]}
 LOCAL_LENGTHS = (5,)
 
 

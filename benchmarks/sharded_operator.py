@@ -1,0 +1,123 @@
+"""What sharding costs the operator: a rank's tokens by themselves (the data-parallel bound), and as one sequence.
+
+    torchrun --nproc-per-node 2 benchmarks/sharded_operator.py --out out/sharded_operator
+
+The same kernels on the same tensors, forward and backward, in turns, from CUDA graphs; medians of the slowest rank with
+the spread between quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from zeco_compile.lowering import communicator
+
+LENGTHS = (16384, 32768)
+HEADS, KEY, VALUE = 16, 128, 128
+SCHEDULES = ("unsharded", "all_scan", "all_scan_tree", "lasp1", "lasp2")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/sharded_operator"))
+    parser.add_argument("--rounds", type=int, default=21)
+    arguments = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    rows = [
+        row
+        for gate in ("channel", "head")
+        for length in LENGTHS
+        for row in measure(gate, length, arguments.rounds)
+    ]
+    if dist.get_rank() == 0:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+        (arguments.out / "results.json").write_text(json.dumps(found, indent=1))
+    communicator.close_all()
+    dist.destroy_process_group()
+
+
+def measure(gate: str, length: int, rounds: int) -> list[dict[str, Any]]:
+    torch.manual_seed(dist.get_rank())
+    q, k, v, do = (
+        torch.randn(1, length, HEADS, width, device="cuda", dtype=torch.bfloat16)
+        for width in (KEY, KEY, VALUE, VALUE)
+    )
+    width = (KEY,) if gate == "channel" else ()
+    g = F.logsigmoid(torch.randn(1, length, HEADS, *width, device="cuda")) / 16
+    leaves = [x.detach().requires_grad_() for x in (q, F.normalize(k, dim=-1), v, g)]
+    replays = {name: captured(leaves, do, name) for name in SCHEDULES}
+    times: dict[str, list[float]] = {name: [] for name in SCHEDULES}
+    for _ in range(rounds):
+        for name, replay in replays.items():
+            times[name].append(microseconds(replay))
+    base = statistics.median(slowest(times["unsharded"]))
+    rows = []
+    for name in SCHEDULES:
+        low, middle, high = statistics.quantiles(slowest(times[name]), n=4)
+        rows.append({"gate": gate, "tokens": length, "ranks": dist.get_world_size(), "schedule": name,
+                     "us": round(middle, 1), "us_low": round(low, 1), "us_high": round(high, 1),
+                     "over": round(middle / base - 1, 4)})  # fmt: skip
+        if dist.get_rank() == 0:
+            print(rows[-1], flush=True)
+    return rows
+
+
+def captured(leaves: list[torch.Tensor], do: torch.Tensor, schedule: str) -> Callable[[], Any]:
+    world = dist.group.WORLD
+    assert world is not None
+    group = "" if schedule == "unsharded" else world.group_name
+    name = "all_scan" if schedule == "unsharded" else schedule
+
+    def step() -> Any:
+        o, _ = torch.ops.zeco.gated_linear_attention(*leaves, KEY**-0.5, None, False, name, 0, group)
+        return torch.autograd.grad(o, leaves, do)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
+
+
+def microseconds(run: Callable[[], Any]) -> float:
+    """Of one of five runs in a row."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    dist.barrier()
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(5):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 200.0
+
+
+def slowest(times: list[float]) -> list[float]:
+    everyone = torch.tensor(times, device="cuda")
+    dist.all_reduce(everyone, dist.ReduceOp.MAX)
+    return everyone.tolist()
+
+
+if __name__ == "__main__":
+    main()

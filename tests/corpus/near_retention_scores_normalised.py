@@ -1,0 +1,24 @@
+"""RetNet's last normalisation: scores divided by the sum of their row, which takes no part in the gradient."""
+
+import torch
+from torch import nn
+
+EXPECTED = {"refused": r"near_retention_scores_normalised\.py.*detach"}
+LOCAL_LENGTHS = (5,)
+
+
+class Model(nn.Module):
+    def forward(self, q, k, v):
+        index = torch.arange(q.shape[1], device=q.device)
+        decays = (0.9 ** (index[:, None] - index).to(q.dtype)).tril()
+        scores = q @ k.mT * decays
+        scores = scores / scores.detach().sum(dim=-1, keepdim=True).abs().clamp(min=1)
+        return scores @ v
+
+
+def make_model():
+    return Model()
+
+
+def make_inputs(batch, length, dtype):
+    return tuple(torch.randn(batch, length, 3, dtype=dtype) for _ in range(3))
