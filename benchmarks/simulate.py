@@ -44,13 +44,11 @@ PAPER_ALONE = {16384: 42838}
 PAPER_AT_256 = {16384: {"ZeCO": 34400, "LASP-2": 15196}, 32768: {"ZeCO": 40967, "LASP-2": 25402}}
 PAPER_SCAN_MS = {8: 0.14, 256: 0.60}
 PAPER_OPERATOR_MS = 6.55
-# A chain of one kernel through symmetric memory on two H200s, 1 MiB; ranks beyond two are virtual.
-MEASURED_CHAIN_US = {2: 7.8, 3: 11.0, 5: 21.0, 9: 41.0, 17: 81.0}
-CHAIN_BLOCKS = 16
 
 INPUTS = {
     "links inside of a host": cost_model.DEFAULTS["symmetric"].intra.source,
     "links between hosts": cost_model.DEFAULTS["symmetric"].inter.source,
+    "scans to compare with": "benchmarks/results/collectives_2xh200.json, symmetric memory, CUDA graph, two H200s",
     "operator": "benchmarks/results/gla_operator_h200.json, CUDA graph, H200",
     "rest of the model": "16k tokens at the paper's 42838 tokens/s/GPU (data parallel), less 20 operators of 6.55 ms; "
     "per token the same at every length",
@@ -389,13 +387,27 @@ METHODS = ("none", *cost_model.SCHEDULES, "all-gather of k and v", "all-to-all")
 LABELS = {"none": "no exchange (data parallel)"}
 
 
+def measured_scans() -> list[dict[str, Any]]:
+    """What benchmarks/collectives.py found for the chain through symmetric memory: "ranks", "bytes", "us"."""
+    rows = json.loads((RESULTS / "collectives_2xh200.json").read_text())["rows"]
+    return [row for row in rows if row["way"] == "all_scan, symmetric memory" and row["how"] == "graph"]
+
+
 def checks() -> list[dict[str, Any]]:
     """Measured chains beside the simulated ones."""
     found = []
-    for ranks, measured in MEASURED_CHAIN_US.items():
-        simulated = max(scan("all_scan", Machine.of(ranks, ranks), state=MIB, blocks=CHAIN_BLOCKS)) * 1e6
-        error = simulated / measured - 1
-        found.append({"ranks": ranks, "measured_us": measured, "simulated_us": simulated, "error": error})
+    for row in measured_scans():
+        ranks, measured = row["ranks"], row["us"]
+        simulated = max(scan("all_scan", Machine.of(ranks, ranks), state=row["bytes"])) * 1e6
+        found.append(
+            {
+                "ranks": ranks,
+                "bytes": row["bytes"],
+                "measured_us": measured,
+                "simulated_us": simulated,
+                "error": simulated / measured - 1,
+            }
+        )
     return found
 
 
@@ -536,13 +548,12 @@ def simulate(per_host: int, quick: bool) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any], console: Console) -> None:
-    table = Table(title="chains, measured and simulated (1 MiB)", title_justify="left")
-    for column in ("ranks", "measured µs", "simulated µs", "error"):
+    table = Table(title="chains, measured and simulated", title_justify="left")
+    for column in ("ranks", "KiB", "measured µs", "simulated µs", "error"):
         table.add_column(column, justify="right")
     for row in results["checks"]:
-        table.add_row(
-            str(row["ranks"]), f"{row['measured_us']:g}", f"{row['simulated_us']:.1f}", f"{row['error']:+.0%}"
-        )
+        times = [f"{row[f'{how}_us']:.1f}" for how in ("measured", "simulated")]
+        table.add_row(str(row["ranks"]), str(row["bytes"] >> 10), *times, f"{row['error']:+.0%}")
     console.print(table)
     _show_by_ranks(results["scan seconds"], "scan alone, µs", 1e6, console)
     console.print({key: value or "not up to here" for key, value in results["crossings"].items()})
@@ -650,9 +661,14 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     for schedule, points in results["scan seconds"].items():
         times = {int(ranks): seconds for ranks, seconds in points.items()}
         line(axis, schedule, times, lambda at, t=times: 1e6 * t[at], ls="-")
+    measured = {
+        row["ranks"]: row["measured_us"]
+        for row in results["checks"]
+        if row["bytes"] == results["state bytes"]
+    }
     marks = (
         ({ranks: 1e3 * value for ranks, value in PAPER_SCAN_MS.items()}, "*", 11, "paper's All-Scan"),
-        (MEASURED_CHAIN_US, "x", 6, "measured chain (two H200s)"),
+        (measured, "x", 6, "measured chain (two H200s)"),
     )
     for points, mark, size, label in marks:
         axis.plot(

@@ -135,6 +135,11 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def tiles_of(rows: int, value: int) -> int:
+    """In how many parts a chain carries a state of ``rows`` (B*H*K) by ``value``."""
+    return Shape(rows, value, 1, torch.float32).tiles
+
+
 def shape_of(state: Tensor, log_decay: Tensor) -> Shape:
     batch, heads, key, value = state.shape
     return Shape(batch * heads * key, value, key if log_decay.shape[2] == 1 else 1, state.dtype)

@@ -220,8 +220,11 @@ def report_scans(report: Report, settings: Settings, ranks: Ranks, links: GroupL
             value_bytes=sizes["bytes of v"],
             state_bytes=sizes["bytes of the state"],
         )
-        arguments = (layer.state, layer.decay, layer.key_dim, schedule, settings.blocks or 0)
-        plan = cost_model.plan(costs, links.hosts, *arguments)
+        rows, blocks = layer.key_dim, settings.blocks or 0
+        if wire == "symmetric":
+            # the kernel's blocks are its tiles, whatever was asked for
+            rows = blocks = symmetric.tiles_of(layer.batch * layer.heads * layer.key_dim, layer.value_dim)
+        plan = cost_model.plan(costs, links.hosts, layer.state, layer.decay, rows, schedule, blocks)
         report.scans.append(
             Scan(
                 region.name,
