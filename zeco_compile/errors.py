@@ -18,6 +18,7 @@ from zeco_compile.lowering.errors import (
     CommunicatorUnavailable,
     DecayNotPositive,
     GroupNotFound,
+    InvalidLinkCosts,
     InvalidSchedule,
     NeighbourLost,
     RanksDisagree,
@@ -55,9 +56,11 @@ __all__ = [
     "InternalError",
     "InvalidExchange",
     "InvalidGroup",
+    "InvalidLinkCosts",
     "InvalidOption",
     "InvalidSchedule",
     "InvalidShapes",
+    "InvalidTrace",
     "LengthInValue",
     "MaskChanged",
     "NeighbourLost",
@@ -117,3 +120,7 @@ class DebugFolderUnusable(CompileError):
                 "ZECO_DEBUG, or leave both out to write nothing",
             ],
         )
+
+
+class InvalidTrace(ZecoError):
+    """A file that is no trace of torch.profiler, or one with nothing in it to draw."""

@@ -33,7 +33,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zeco_compile.errors import ZecoError
+from zeco_compile.errors import InvalidTrace
 
 Interval = tuple[float, float]
 """(start, end) in microseconds"""
@@ -41,10 +41,6 @@ Interval = tuple[float, float]
 SCAN_KERNELS = r"ncclDevKernel_SendRecv|ncclKernel_SendRecv|all_scan|scan_hop"
 _COMMUNICATION = re.compile(r"^nccl|^Memcpy PtoP")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-
-
-class InvalidTrace(ZecoError):
-    """A file that is no trace of torch.profiler, or one with nothing in it to draw."""
 
 
 @dataclass(frozen=True)

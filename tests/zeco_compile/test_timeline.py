@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zeco_compile import timeline
-from zeco_compile.timeline import InvalidTrace
+from zeco_compile.errors import InvalidTrace
 
 
 def kernel(name: str, start: float, duration: float, category: str = "kernel", thread: int = 7) -> dict:
