@@ -50,6 +50,7 @@ from zeco_compile.passes.roles import (
     GateForm,
     NotLinearAttention,
     Roles,
+    Trials,
     check,
     final_state_scale,
     find_roles,
@@ -209,11 +210,12 @@ def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tup
     for variant in variants:
         try:
             first, *rest = _probe_sizes(variant, analysis)
+            trials = Trials(variant, analysis)
             for roles in find_roles(variant, analysis, first):
                 if roles.is_running_sum and not running_sums:
                     reason = RUNNING_SUM
                     continue
-                match = _checked(variant, analysis, roles, (first, *rest))
+                match = _checked(trials, roles, (first, *rest))
                 if match is not None:
                     return match, ""
         except (NotLinearAttention, CannotEvaluate) as why:
@@ -240,25 +242,26 @@ def _rounded_inside(region: Region, analysis: Analysis) -> fx.Node | None:
     return None
 
 
-def _checked(region: Region, analysis: Analysis, roles: Roles, sizes: Sequence[Sizes]) -> Match | None:
+def _checked(trials: Trials, roles: Roles, sizes: Sequence[Sizes]) -> Match | None:
     """The match if the region is the recurrence, up to one constant scale, at all of `sizes`."""
+    region, analysis = trials.region, trials.analysis
     worst, scales, described = 0.0, [], []
     allowed = tolerance(region)
     for seed, at in enumerate(sizes, start=_FIRST_SEED):
         try:
-            scale, difference = check(region, analysis, roles, at, seed)
+            scale, difference = check(trials, roles, at, seed)
         except CannotEvaluate:
             return None
         if not difference <= allowed or scale == 0.0:
-            rows = row_factor(region, analysis, roles, at, seed) if seed == _FIRST_SEED else None
+            rows = row_factor(trials, roles, at, seed) if seed == _FIRST_SEED else None
             if rows is None or roles.rows is not None:
                 return None
-            return _checked(region, analysis, replace(roles, rows=rows), sizes)
+            return _checked(trials, replace(roles, rows=rows), sizes)
         worst = max(worst, difference)
         scales.append(scale)
         described.append(f"T = {at.length}" + (" (other sizes reduced)" if at.other else ""))
     try:
-        scale, difference = check(region, analysis, roles, sizes[0], seed=7, extreme=True)
+        scale, difference = check(trials, roles, sizes[0], seed=7, extreme=True)
     except CannotEvaluate:
         return None
     if not difference <= allowed:

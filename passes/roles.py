@@ -317,8 +317,29 @@ def _constant_decay(
 _LEFT = 1e-3
 
 
+class Trials:
+    """A region on the random values of its checks. What is drawn depends on the forms of the gates and on nothing else
+    of a hypothesis, so that hypotheses which share them are compared with one run of the region."""
+
+    def __init__(self, region: Region, analysis: Analysis) -> None:
+        self.region, self.analysis = region, analysis
+        self._made: dict[tuple[object, ...], tuple[dict[fx.Node, torch.Tensor], torch.Tensor]] = {}
+
+    def at(
+        self, roles: Roles, sizes: Sizes, seed: int, *, extreme: bool = False
+    ) -> tuple[dict[fx.Node, torch.Tensor], torch.Tensor]:
+        """Values of the inputs, and the region's output for them."""
+        gates = tuple((node, form.name) for node, form in roles.gates)
+        key = (sizes.length, frozenset(sizes.other.items()), seed, gates, extreme)
+        if key not in self._made:
+            probe = Probe(self.region, self.analysis, sizes, seed)
+            values = _drawn(probe, roles, extreme=extreme)
+            self._made[key] = values, probe.run(values)
+        return self._made[key]
+
+
 def check(
-    region: Region, analysis: Analysis, roles: Roles, sizes: Sizes, seed: int, *, extreme: bool = False
+    trials: Trials, roles: Roles, sizes: Sizes, seed: int, *, extreme: bool = False
 ) -> tuple[float, float]:
     """(scale, relative difference) of the region against the recurrence on random values.
 
@@ -327,9 +348,7 @@ def check(
     touch: scores or states that are clipped, exponents that are clamped, small decays that are dropped.
     """
     sizes = _with_own_heads(roles, sizes)
-    probe = Probe(region, analysis, sizes, seed)
-    values = _drawn(probe, roles, extreme=extreme)
-    found = probe.run(values)
+    values, found = trials.at(roles, sizes, seed, extreme=extreme)
     expected = recurrence_of(roles, values, sizes)
     if not (bool(torch.isfinite(found).all()) and bool(torch.isfinite(expected).all())):
         return 0.0, float("inf")
@@ -391,15 +410,14 @@ def recurrence_of(roles: Roles, values: dict[fx.Node, torch.Tensor], sizes: Size
     return from_canonical_value(roles.axes, o, sizes)
 
 
-def row_factor(region: Region, analysis: Analysis, roles: Roles, sizes: Sizes, seed: int) -> RowFactor | None:
+def row_factor(trials: Trials, roles: Roles, sizes: Sizes, seed: int) -> RowFactor | None:
     """By what the rows of the region's output differ from those of the recurrence, if by nothing else."""
+    region, analysis = trials.region, trials.analysis
     if piecewise(region, analysis) or roles.initial_state is not None or roles.before is not None:
         return None
     sizes = _with_own_heads(roles, sizes)
-    values = _drawn(Probe(region, analysis, sizes, seed), roles)
-    found = canonical_value(
-        roles.axes, Canonical.VALUE, [region.output], {region.output: evaluate(region, values, sizes)}, sizes
-    )
+    values, output = trials.at(roles, sizes, seed)
+    found = canonical_value(roles.axes, Canonical.VALUE, [region.output], {region.output: output}, sizes)
     expected = _recurrence(roles, values, sizes)[0]
     norms = (expected * expected).sum((0, 3))
     scales = (found * expected).sum((0, 3)) / norms
@@ -534,4 +552,13 @@ def _is_state(analysis: Analysis, node: fx.Node, value: Sequence[Atom], output: 
     return set(value) <= set(atoms) and any(a not in output for a in atoms)
 
 
-__all__ = ["CannotEvaluate", "GateForm", "NotLinearAttention", "Probe", "Roles", "check", "find_roles"]
+__all__ = [
+    "CannotEvaluate",
+    "GateForm",
+    "NotLinearAttention",
+    "Probe",
+    "Roles",
+    "Trials",
+    "check",
+    "find_roles",
+]
