@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -41,8 +41,8 @@ from zeco_compile.kernels.triton_shared import pairs_backward, scan_segments
 
 CHUNK = 64
 _LEVELS = CHUNK.bit_length() - 1
-# Chunks that one program looks through for strong channels.
-_GROUP = 4
+# The most chunks that one program looks through for strong channels.
+_GROUP = 16
 # How far, in log2, a gate's sum may lie from the chunk's middle: 2^86 squared still fits the range of bf16 and
 # float32, while for float32 inputs the rounding error of such a sum (1e-7 of it) has to stay small.
 _LIMIT_BF16, _LIMIT_FP32 = 86.0, 30.0
@@ -67,6 +67,7 @@ class _Plan:
     per_segment: int
     segments: int
     width: int
+    processors: int
     dot: Any
     precision: str
     limit: float
@@ -76,20 +77,30 @@ class _Plan:
     def rows(self) -> int:
         return self.sizes.batch * self.sizes.heads
 
+    @property
+    def every_chunk(self) -> int:
+        """Chunks of all sequences and heads."""
+        return self.rows * self.chunks
+
     def by_segment(self, name: str) -> tuple[int, int, int]:
         """One program a (batch and head, segment, tile of the state)."""
         launch = self.launches[name]
         tiles = triton.cdiv(self.width, launch.key) * triton.cdiv(self.sizes.value, launch.value)
         return self.rows, self.segments, tiles
 
-    def by_chunk(self, name: str) -> tuple[int, int]:
-        """One program a (chunk, tile of key channels)."""
-        return self.rows * self.chunks, triton.cdiv(self.width, self.launches[name].key)
+    def by_chunk(self, name: str) -> tuple[int]:
+        """One program a (chunk, tile of key channels); the tiles of a chunk, which read the same values, in turn."""
+        return (self.every_chunk * self._key_tiles(name),)
 
-    def by_group(self, name: str) -> tuple[int, int]:
-        """One program a (group of chunks, tile of key channels)."""
-        chunks, tiles = self.by_chunk(name)
-        return triton.cdiv(chunks, _GROUP), tiles
+    def by_group(self, name: str, *, tiles: bool = False) -> tuple[tuple[int], int]:
+        """One program a group of chunks, or with ``tiles`` a (group, tile of key channels); and how many a group has:
+        where there are chunks enough for all of the device, several, since most programs find nothing to do."""
+        across = self._key_tiles(name) if tiles else 1
+        count = max(1, min(_GROUP, self.every_chunk * across // (8 * self.processors)))
+        return (triton.cdiv(self.every_chunk, count) * across,), count
+
+    def _key_tiles(self, name: str) -> int:
+        return triton.cdiv(self.width, self.launches[name].key)
 
     def tokens(self) -> tuple[int, int, int, int]:
         return self.sizes.tokens, self.chunks, self.per_segment, self.sizes.heads
@@ -139,24 +150,30 @@ def _width(key: int) -> int:
     return max(16, triton.next_power_of_2(key))
 
 
+def _warps(width: int, columns: int, wide: bool) -> int:
+    """Of a program that holds a state of these key and value channels in registers."""
+    return 4 if width * columns <= 8192 and (width <= 128 or wide) else 8
+
+
 def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
     """What was fastest on an H200 (K = V = 128, bf16); ``wide`` for operands of four bytes, which take twice the
     shared memory."""
     value = max(16, triton.next_power_of_2(value))
     columns = min(value, max(32, (8192 if wide else 16384) // width), 128 if wide else 256)
-    warps = 4 if width * columns <= 8192 else 8
+    saving = min(columns, max(64, 8192 // width))
     half, narrow = min(64, width), min(32, width)
     across = min(value, 32 if wide else 64)
     fewer = 1 if wide and width > 128 else 2  # two rows of 256 float32 a token, twice, are more than there is
-    # The two whose products sum over value channels take no more of them at once than key channels: with more, what
-    # Triton 3.6 makes of them for sm_90 in bf16 is wrong on some shapes, or ends in an illegal access.
+    # Two limits are of Triton 3.6, which for sm_90 in bf16 otherwise makes what is wrong on some shapes, or ends in an
+    # illegal access: products that sum over value channels take no more of them at once than key channels, and a state
+    # of 256 key channels takes 8 warps (in float32, 4).
     return {
-        "prepare": Launch(narrow if wide else half, min(value, 64 if wide else 128), 4, 2),
+        "operands": Launch(narrow if wide else half, 0, 4, 1),
         "strong_operands": Launch(narrow if wide else half, 0, 4, 1),
         "chunk_pairs": Launch(narrow if wide else half, 0, 4, 1),
-        "segment_states": Launch(width, columns, warps, 2 if wide else 3),
-        "read_out": Launch(width, columns, warps, fewer if wide or width > 128 else 3),
-        "read_out_saving": Launch(width, columns, warps, fewer),
+        "segment_states": Launch(width, columns, _warps(width, columns, wide), 2 if wide else 3),
+        "read_out": Launch(width, columns, _warps(width, columns, wide), fewer if wide or width > 128 else 3),
+        "read_out_saving": Launch(width, saving, _warps(width, saving, wide), fewer),
         "pairs_backward": Launch(0, across, 4, 2),
         "operands_backward": Launch(narrow if wide else half, min(across, half), 4, 2 if wide else 3),
         "strong_operands_backward": Launch(narrow, min(across, narrow), 4, 2),
@@ -170,16 +187,22 @@ def _most_segments(rows: int, width: int, value: int, wide: bool, device: torch.
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> _Plan:
-    sizes = check_sizes(q, k, v, g)
-    dot, precision, limit = _precision(q.device, q, k, v)
+    return _plan_for(check_sizes(q, k, v, g), q.device, *_precision(q.device, q, k, v))
+
+
+@lru_cache(maxsize=256)
+def _plan_for(sizes: Sizes, device: torch.device, dot: Any, precision: str, limit: float) -> _Plan:
+    """Kept, since it takes as long to make as three kernels do to start."""
     width = _width(sizes.key)
     chunks = triton.cdiv(sizes.tokens, CHUNK)
     wide = dot != tl.bfloat16
-    most = _most_segments(sizes.batch * sizes.heads, width, sizes.value, wide, q.device)
+    most = _most_segments(sizes.batch * sizes.heads, width, sizes.value, wide, device)
     per_segment = triton.cdiv(chunks, min(most, chunks))
     segments = triton.cdiv(chunks, per_segment)
     launches = _launches(width, sizes.value, wide)
-    return _Plan(sizes, chunks, per_segment, segments, width, dot, precision, limit, launches)
+    return _Plan(
+        sizes, chunks, per_segment, segments, width, _processors(device), dot, precision, limit, launches
+    )
 
 
 def _per_channel(g: Tensor | None) -> bool:
@@ -299,24 +322,27 @@ def _scan(
 
 @_on_its_device
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, whole: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """What these tokens make of a state, as ``chunked.rank_state``; and ``kept``, see ``empty_kept``."""
+    """What these tokens make of a state, as ``chunked.rank_state``, if the ``whole`` is wanted and not only what each
+    segment makes (else both are empty); and ``kept``, see ``empty_kept``."""
     plan = _plan(q, k, v, g)
     kept = empty_kept(q, k, v, g)
     states, decays = kept[-2:]
     if _per_channel(g):
         queries, keys, totals, strong = kept[:4]
-        channel.prepare[plan.by_segment("prepare")](
-            q, k, v, g, queries, keys, totals, strong, states, decays, scale,
-            *_strides(q), *_strides(k), *_strides(v), *_strides(g), *plan.tokens(),
-            **plan.tiles("prepare"), WIDTH=plan.width, LIMIT=plan.limit,
+        channel.operands[plan.by_chunk("operands")](
+            q, k, g, queries, keys, totals, strong, scale,
+            *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(),
+            **plan.tiles("operands", "K", "BK"), WIDTH=plan.width, LIMIT=plan.limit,
         )  # fmt: skip
-        channel.strong_operands[plan.by_group("strong_operands")[:1]](
+        grid, count = plan.by_group("strong_operands")
+        channel.strong_operands[grid](
             q, k, g, queries, keys, strong, scale,
-            *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(), plan.rows * plan.chunks,
+            *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(), plan.every_chunk, count,
             **plan.tiles("strong_operands", "K", "BK"), WIDTH=plan.width, CHUNKS=_GROUP,
         )  # fmt: skip
+        _channel_states(plan, keys, v, totals, strong, states, decays, reverse=False)
     else:
         if g is not None:
             to, after, totals, large = kept[:4]
@@ -325,8 +351,27 @@ def prepare(
                 CHUNKS=16, CHUNK=CHUNK, LIMIT=_LIMIT_FP32, num_warps=4,
             )  # fmt: skip
         _head_states(plan, k, v, kept, states, decays, 1.0, reverse=False)
+    if not whole:
+        return q.new_empty((0,), dtype=torch.float32), q.new_empty((0,), dtype=torch.float32), kept
     _, state, log_decay = _scan(plan, states, decays, None, reverse=False)
     return state, log_decay, kept
+
+
+def _channel_states(
+    plan: _Plan,
+    operand: Tensor,
+    values: Tensor,
+    totals: Tensor,
+    strong: Tensor,
+    states: Tensor,
+    decays: Tensor,
+    *,
+    reverse: bool,
+) -> None:
+    channel.segment_states[plan.by_segment("segment_states")](
+        operand, values, totals, strong, states, decays, *_strides(values), *plan.tokens(),
+        **plan.tiles("segment_states"), REVERSE=reverse,
+    )  # fmt: skip
 
 
 def _head_states(
@@ -356,14 +401,15 @@ def chunk_pairs(
     pairs = empty_pairs(q, k, v, g, everywhere)
     plan = _plan(q, k, v, g)
     if _per_channel(g):
-        channel.chunk_pairs[plan.by_group("chunk_pairs")[:1]](
+        grid, count = plan.by_group("chunk_pairs")
+        channel.chunk_pairs[grid](
             q, k, g, *kept[:2], kept[3], pairs, scale,
-            *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(), plan.rows * plan.chunks,
+            *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(), plan.every_chunk, count,
             **plan.tiles("chunk_pairs", "K", "BK"), WIDTH=plan.width, CHUNKS=_GROUP, LEVELS=_LEVELS, ALL=everywhere,
         )  # fmt: skip
     elif everywhere:
         to, _, _, large = _sums(kept)
-        head.chunk_pairs[plan.by_chunk("chunk_pairs")[:1]](
+        head.chunk_pairs[(plan.every_chunk,)](
             q, k, g, to, large, pairs,
             *_strides(q), *_strides(k), *_strides(g, 3), *plan.all_chunks(),
             **plan.tiles("chunk_pairs", "K", "BK"), GATED=g is not None,
@@ -435,20 +481,26 @@ def _read(
 
 @_on_its_device
 def prepare_backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, scale: float, kept: list[Tensor]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    do: Tensor,
+    scale: float,
+    kept: list[Tensor],
+    whole: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The gradient that these tokens' outputs give the state before them, as ``chunked.rank_dstate``; and what
-    ``read_out_backward`` goes on from, see ``empty_dkept``."""
+    """The gradient that these tokens' outputs give the state before them, as ``chunked.rank_dstate``, if the ``whole``
+    is wanted (else it is empty); and what ``read_out_backward`` goes on from, see ``empty_dkept``."""
     plan = _plan(q, k, v, g)
     states, decays = dkept = empty_dkept(q, k, v, g)
     if _per_channel(g):
         queries, _, totals, strong = kept[:4]
-        channel.segment_dstates[plan.by_segment("segment_states")](
-            queries, do, totals, strong, states, decays, *_strides(do), *plan.tokens(),
-            **plan.tiles("segment_states"),
-        )  # fmt: skip
+        _channel_states(plan, queries, do, totals, strong, states, decays, reverse=True)
     else:
         _head_states(plan, q, do, kept, states, decays, scale, reverse=True)
+    if not whole:
+        return q.new_empty((0,), dtype=torch.float32), dkept
     _, dstate, _ = _scan(plan, states, decays, None, reverse=True)
     return dstate, dkept
 
@@ -461,7 +513,7 @@ def chunk_pairs_backward(
     dpairs = empty_dpairs(q, k, v, everywhere)
     if everywhere:
         plan = _plan(q, k, v, g)
-        pairs_backward[plan.rows * plan.chunks,](
+        pairs_backward[plan.every_chunk,](
             v,
             do,
             dpairs,
@@ -505,15 +557,16 @@ def read_out_backward(
             *_strides(v), *_strides(g), *_strides(do), *_strides(dq, 3), *plan.all_chunks(),
             **plan.tiles("operands_backward"), WIDTH=plan.width, GIVEN=everywhere,
         )  # fmt: skip
-        channel.strong_operands_backward[plan.by_group("strong_operands_backward")](
+        grid, count = plan.by_group("strong_operands_backward", tiles=True)
+        channel.strong_operands_backward[grid](
             q, k, v, g, do, dpairs, totals, strong, saved, leaving, dq, dk, dg, scale,
             *_strides(q), *_strides(k), *_strides(v), *_strides(g), *_strides(do), *_strides(dq, 3),
-            *plan.all_chunks(), plan.rows * plan.chunks,
+            *plan.all_chunks(), plan.every_chunk, count,
             **plan.tiles("strong_operands_backward"), WIDTH=plan.width, CHUNKS=_GROUP, LEVELS=_LEVELS,
             GIVEN=everywhere,
         )  # fmt: skip
     else:
-        head.operands_backward[plan.by_chunk("operands_backward")[:1]](
+        head.operands_backward[(plan.every_chunk,)](
             q, k, v, g, *_sums(kept), do, dpairs, saved, leaving, dq, dk, dg, scale,
             *_strides(q), *_strides(k), *_strides(v), *_strides(g, 3), *_strides(do), *_strides(dq, 3),
             *_strides(dg, 3), *plan.all_chunks(),

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from zeco_compile.kernels.triton_math import (
     chunk_factors,
+    chunk_rows,
     gate_tile,
     selected_sums,
     store_columns,
@@ -24,65 +25,41 @@ from zeco_compile.kernels.triton_math import (
     tile,
 )
 
-_RUNTIME = ["tokens", "chunks", "per_segment", "heads", "all_chunks"]
+_RUNTIME = ["tokens", "chunks", "per_segment", "heads", "all_chunks", "count"]
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def prepare(
-    q, k, v, g, qe, ke, totals, strongs, states, decays, scale,
-    q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, v_b, v_t, v_h, v_c, g_b, g_t, g_h, g_c,
-    tokens, chunks, per_segment, heads,
-    K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    CHUNK: tl.constexpr, LIMIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+def operands(
+    q, k, g, qe, ke, totals, strongs, scale,
+    q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, g_b, g_t, g_h, g_c,
+    tokens, chunks, heads,
+    K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, LIMIT: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The operands of ordinary channels, and which are strong; and what each segment of chunks makes of a state.
-
-    The state is right for all channels: its exponents are sums of the gates after a token, never a difference. The
-    operands of strong ones are overwritten by ``strong_operands``: a branch for them here costs half the speed.
-    One program a (batch and head, segment, tile of the state).
-    """
-    bh = tl.program_id(0).to(tl.int64)
-    segment = tl.program_id(1)
-    key_tiles: tl.constexpr = WIDTH // BK
-    c = tl.program_id(2) % key_tiles * BK + tl.arange(0, BK)
-    columns = tl.program_id(2) // key_tiles * BV + tl.arange(0, BV)
+    """The operands of ordinary channels, each chunk's totals, and which channels are strong; one program a (chunk, tile
+    of key channels). Those of strong ones are overwritten by ``strong_operands``: a branch for them here is slower."""
+    tiles: tl.constexpr = WIDTH // BK
+    chunk = (tl.program_id(0) // tiles).to(tl.int64)
+    c = tl.program_id(0) % tiles * BK + tl.arange(0, BK)
+    bh, n = chunk // chunks, chunk % chunks
     b, h = bh // heads, bh % heads
-    rows = tl.arange(0, CHUNK).to(tl.int64)
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    q += b * q_b + h * q_h
-    k += b * k_b + h * k_h
-    v += b * v_b + h * v_h
-    g += b * g_b + h * g_h
-    # only the first of the programs that share these channels writes what belongs to all of them
-    width = tl.where(tl.program_id(2) < key_tiles, WIDTH, 0)
-    written = (rows < CHUNK)[:, None] & (c < width)[None, :]
-    # turned, since a tile has more value channels than key channels, and a product wants its rows in 64s
-    state = tl.zeros((BV, BK), tl.float32)
-    decay = tl.zeros((BK,), tl.float32)
-    first = segment * per_segment
-    for n in range(first, tl.minimum(first + per_segment, chunks)):
-        t = n * CHUNK + rows
-        gate = gate_tile(g, t, g_t, c, g_c, tokens, K)
-        query = tile(q, t, q_t, c, q_c, tokens, tl.minimum(width, K)).to(tl.float32)
-        key = tile(k, t, k_t, c, k_c, tokens, K).to(tl.float32)
-        value = tile(v, t, v_t, columns, v_c, tokens, V).to(DOT)
-        after = selected_sums(j > i, gate, DOT, PRECISION)
-        total = tl.sum(gate, 0)
-        # how far a sum can lie from the middle, whatever the gates' signs
-        strong = (tl.sum(tl.abs(gate), 0) <= 2 * LIMIT).to(tl.int32) == 0
-        chunk = bh * chunks + n
-        at = (chunk * CHUNK + rows)[:, None] * WIDTH + c[None, :]
-        down = after - total[None, :] * 0.5
-        tl.store(qe + at, (query * tl.exp2(-down) * scale).to(DOT), mask=written)
-        tl.store(ke + at, (key * tl.exp2(down)).to(DOT), mask=written)
-        tl.store(totals + chunk * WIDTH + c, total, mask=c < width)
-        tl.store(strongs + chunk * WIDTH + c, strong.to(tl.int8), mask=c < width)
-        left = (key * tl.exp2(after)).to(DOT)
-        state = tl.dot(tl.trans(value), left, state * tl.exp2(total)[None, :], input_precision=PRECISION)
-        decay += total
-    segments = tl.num_programs(1)
-    store_tile(states + (bh * segments + segment) * K * V, tl.trans(state), c, V, columns, 1, K, V)
-    tl.store(decays + (bh * segments + segment) * K + c, decay, mask=c < tl.minimum(width, K))
+    rows = tl.arange(0, CHUNK)
+    first, left = chunk_rows(n, tokens, CHUNK)
+    gate = gate_tile(g + b * g_b + h * g_h + first * g_t, rows, g_t, c, g_c, left, K)
+    query = tile(q + b * q_b + h * q_h + first * q_t, rows, q_t, c, q_c, left, K).to(tl.float32)
+    key = tile(k + b * k_b + h * k_h + first * k_t, rows, k_t, c, k_c, left, K).to(tl.float32)
+    after = selected_sums(rows[None, :] > rows[:, None], gate, DOT, PRECISION)
+    total = tl.sum(gate, 0)
+    # how far a sum can lie from the middle, whatever the gates' signs
+    strong = (tl.sum(tl.abs(gate), 0) <= 2 * LIMIT).to(tl.int32) == 0
+    down = after - total[None, :] * 0.5
+    qe += chunk * CHUNK * WIDTH
+    ke += chunk * CHUNK * WIDTH
+    at = rows[:, None] * WIDTH + c[None, :]
+    tl.store(qe + at, (query * tl.exp2(-down) * scale).to(DOT))
+    tl.store(ke + at, (key * tl.exp2(down)).to(DOT))
+    tl.store(totals + chunk * WIDTH + c, total)
+    tl.store(strongs + chunk * WIDTH + c, strong.to(tl.int8))
 
 
 @triton.jit
@@ -100,11 +77,12 @@ def _halves(query, key, gate, level, CHUNK: tl.constexpr, DOT: tl.constexpr, PRE
 
 
 @triton.jit
-def _any_strong(strongs, first, chunks, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
-    """Whether one of CHUNKS chunks from ``first`` on has a strong channel. Most have none: this is all they cost."""
+def _any_strong(strongs, first, end, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
+    """Whether one of the chunks from ``first`` to ``end``, at most CHUNKS, has a strong channel. Most have none: this
+    is all they cost."""
     n = first + tl.arange(0, CHUNKS).to(tl.int64)
     at = n[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    flags = tl.load(strongs + at, mask=(n < chunks)[:, None] & (tl.arange(0, WIDTH) >= 0)[None, :], other=0)
+    flags = tl.load(strongs + at, mask=(n < end)[:, None] & (tl.arange(0, WIDTH) >= 0)[None, :], other=0)
     return tl.max(tl.max(flags.to(tl.int32), 1), 0) != 0
 
 
@@ -112,39 +90,40 @@ def _any_strong(strongs, first, chunks, WIDTH: tl.constexpr, CHUNKS: tl.constexp
 def strong_operands(
     q, k, g, qe, ke, strongs, scale,
     q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, g_b, g_t, g_h, g_c,
-    tokens, chunks, heads, all_chunks,
+    tokens, chunks, heads, all_chunks, count,
     K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The operands of strong channels; one program CHUNKS chunks."""
-    start = tl.program_id(0).to(tl.int64) * CHUNKS
-    if not _any_strong(strongs, start, all_chunks, WIDTH, CHUNKS):
+    """The operands of strong channels; one program ``count`` chunks, at most CHUNKS."""
+    start = tl.program_id(0).to(tl.int64) * count
+    end = tl.minimum(start + count, all_chunks)
+    if not _any_strong(strongs, start, end, WIDTH, CHUNKS):
         return
     rows = tl.arange(0, CHUNK)
     i, j = rows[:, None], rows[None, :]
-    for chunk in range(start, tl.minimum(start + CHUNKS, all_chunks)):
-        if _any_strong(strongs, chunk, all_chunks, WIDTH, 1):
+    for chunk in range(start, end):
+        if _any_strong(strongs, chunk, end, WIDTH, 1):
             bh, n = chunk // chunks, chunk % chunks
             b, h = bh // heads, bh % heads
-            t = n * CHUNK + rows
-            first = chunk * CHUNK * WIDTH
+            first, left = chunk_rows(n, tokens, CHUNK)
+            operand = chunk * CHUNK * WIDTH
             for channel in range(0, WIDTH, BK):
                 c = channel + tl.arange(0, BK)
                 strong = tl.load(strongs + chunk * WIDTH + c) != 0
-                gate = gate_tile(g + b * g_b + h * g_h, t, g_t, c, g_c, tokens, K)
-                query = tile(q + b * q_b + h * q_h, t, q_t, c, q_c, tokens, K).to(tl.float32)
-                key = tile(k + b * k_b + h * k_h, t, k_t, c, k_c, tokens, K).to(tl.float32)
+                gate = gate_tile(g + b * g_b + h * g_h + first * g_t, rows, g_t, c, g_c, left, K)
+                query = tile(q + b * q_b + h * q_h + first * q_t, rows, q_t, c, q_c, left, K).to(tl.float32)
+                key = tile(k + b * k_b + h * k_h + first * k_t, rows, k_t, c, k_c, left, K).to(tl.float32)
                 query *= tl.exp2(selected_sums(j <= i, gate, DOT, PRECISION)) * scale
                 key *= tl.exp2(selected_sums(j > i, gate, DOT, PRECISION))
-                store_columns(qe + first, query, rows, WIDTH, c, strong, CHUNK, WIDTH)
-                store_columns(ke + first, key, rows, WIDTH, c, strong, CHUNK, WIDTH)
+                store_columns(qe + operand, query, rows, WIDTH, c, strong, CHUNK, WIDTH)
+                store_columns(ke + operand, key, rows, WIDTH, c, strong, CHUNK, WIDTH)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def chunk_pairs(
     q, k, g, qe, ke, strongs, pairs, scale,
     q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, g_b, g_t, g_h, g_c,
-    tokens, chunks, heads, all_chunks,
+    tokens, chunks, heads, all_chunks, count,
     K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     LEVELS: tl.constexpr, ALL: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -152,32 +131,35 @@ def chunk_pairs(
 
     Of strong channels exact for every gate: a block's right half against its left one, with the boundary between them
     as the reference, and each half again as a block, down to single tokens. Every exponent is the sum of gates that
-    lie between the two. One program CHUNKS chunks.
+    lie between the two. One program ``count`` chunks, at most CHUNKS.
     """
-    start = tl.program_id(0).to(tl.int64) * CHUNKS
+    start = tl.program_id(0).to(tl.int64) * count
+    end = tl.minimum(start + count, all_chunks)
     if not ALL:  # noqa: SIM102 (the one is known when the kernel is compiled, the other when it runs)
-        if not _any_strong(strongs, start, all_chunks, WIDTH, CHUNKS):
+        if not _any_strong(strongs, start, end, WIDTH, CHUNKS):
             return
     rows = tl.arange(0, CHUNK)
     i, j = rows[:, None], rows[None, :]
-    for chunk in range(start, tl.minimum(start + CHUNKS, all_chunks)):
-        exact = _any_strong(strongs, chunk, all_chunks, WIDTH, 1)
+    for chunk in range(start, end):
+        exact = _any_strong(strongs, chunk, end, WIDTH, 1)
         if ALL or exact:
             bh, n = chunk // chunks, chunk % chunks
             b, h = bh // heads, bh % heads
-            t = n * CHUNK + rows
+            first, left = chunk_rows(n, tokens, CHUNK)
+            operand = chunk * CHUNK * WIDTH
             out = tl.zeros((CHUNK, CHUNK), tl.float32)
             for channel in range(0, WIDTH, BK):
                 c = channel + tl.arange(0, BK)
-                at = chunk * CHUNK * WIDTH + rows[:, None] * WIDTH + c[None, :]
-                late, early = tl.load(qe + at), tl.load(ke + at)
+                at = rows[:, None] * WIDTH + c[None, :]
+                late, early = tl.load(qe + operand + at), tl.load(ke + operand + at)
                 if exact:
                     here = (tl.load(strongs + chunk * WIDTH + c) != 0)[None, :]
                     late = tl.where(here, 0.0, late.to(tl.float32)).to(DOT)
                     early = tl.where(here, 0.0, early.to(tl.float32)).to(DOT)
-                    gate = gate_tile(g + b * g_b + h * g_h, t, g_t, c, g_c, tokens, K)
-                    query = tile(q + b * q_b + h * q_h, t, q_t, c, q_c, tokens, K).to(tl.float32) * scale
-                    key = tile(k + b * k_b + h * k_h, t, k_t, c, k_c, tokens, K).to(tl.float32)
+                    gate = gate_tile(g + b * g_b + h * g_h + first * g_t, rows, g_t, c, g_c, left, K)
+                    query = tile(q + b * q_b + h * q_h + first * q_t, rows, q_t, c, q_c, left, K)
+                    query = query.to(tl.float32) * scale
+                    key = tile(k + b * k_b + h * k_h + first * k_t, rows, k_t, c, k_c, left, K).to(tl.float32)
                     out = _exact_pairs(
                         out, tl.where(here, query, 0.0), key, gate, CHUNK, LEVELS, DOT, PRECISION
                     )
@@ -201,40 +183,49 @@ def _exact_pairs(
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def segment_dstates(
+def segment_states(
     x, w, totals, strongs, states, decays,
     w_b, w_t, w_h, w_c,
     tokens, chunks, per_segment, heads,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient that each segment's outputs give the state before it, from the queries' operand x and the gradient
-    w of o; the segment's decay again. One program a (batch and head, segment, value tile)."""
+    """What each segment of chunks makes of a state, from the keys' operand x and the values w, and its decay.
+
+    REVERSE: the gradient that its outputs give the state before it, from the queries' operand and the gradient of o.
+    One program a (batch and head, segment, value tile).
+    """
     bh = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(1)
     columns = tl.program_id(2) * BV + tl.arange(0, BV)
     b, h = bh // heads, bh % heads
-    rows, c = tl.arange(0, CHUNK).to(tl.int64), tl.arange(0, BK)
+    rows, c = tl.arange(0, CHUNK), tl.arange(0, BK)
     w += b * w_b + h * w_h
     state = tl.zeros((BK, BV), tl.float32)
     decay = tl.zeros((BK,), tl.float32)
-    left = tl.zeros((BK,), tl.float32)
-    first = segment * per_segment
-    last = tl.minimum(first + per_segment, chunks)
-    for step in range(last - first):
-        n = last - 1 - step
-        chunk = bh * chunks + n
-        operand = tl.load(x + (chunk * CHUNK + rows)[:, None] * BK + c[None, :])
-        value = tile(w, n * CHUNK + rows, w_t, columns, w_c, tokens, V).to(DOT)
-        total, strong = tl.load(totals + chunk * BK + c), tl.load(strongs + chunk * BK + c)
+    out = tl.zeros((BK,), tl.float32)
+    begin = segment * per_segment
+    end = tl.minimum(begin + per_segment, chunks)
+    # A chunk's totals are asked for one chunk ahead: everything else waits for them.
+    ahead = (bh * chunks + (end - 1 if REVERSE else begin)) * BK + c
+    total, strong = tl.load(totals + ahead), tl.load(strongs + ahead)
+    for step in range(end - begin):
+        n = end - 1 - step if REVERSE else begin + step
+        following = tl.maximum(n - 1, begin) if REVERSE else tl.minimum(n + 1, end - 1)
+        ahead = (bh * chunks + following) * BK + c
+        next_total, next_strong = tl.load(totals + ahead), tl.load(strongs + ahead)
+        first, left = chunk_rows(n, tokens, CHUNK)
+        operand = tl.load(x + (bh * chunks + n) * CHUNK * BK + rows[:, None] * BK + c[None, :])
+        value = tile(w + first * w_t, rows, w_t, columns, w_c, left, V).to(DOT)
         side, inner = chunk_factors(total, strong)
         # as it stands between a chunk's operands; its own way out waits for the next chunk's way in
-        state = state * (left * side * inner)[:, None]
+        state = state * (out * side * inner)[:, None]
         state = tl.dot(tl.trans(operand), value, state, input_precision=PRECISION)
-        left = side
+        out = side
         decay += total
+        total, strong = next_total, next_strong
     segments = tl.num_programs(1)
-    state = state * left[:, None]
+    state = state * out[:, None]
     store_tile(states + (bh * segments + segment) * K * V, state, c, V, columns, 1, K, V)
     written = tl.where(tl.program_id(2) == 0, K, 0)
     tl.store(decays + (bh * segments + segment) * K + c, decay, mask=c < written)
@@ -259,29 +250,29 @@ def read_out(
     segment = tl.program_id(1)
     columns = tl.program_id(2) * BV + tl.arange(0, BV)
     b, h = bh // heads, bh % heads
-    rows, c = tl.arange(0, CHUNK).to(tl.int64), tl.arange(0, BK)
+    rows, c = tl.arange(0, CHUNK), tl.arange(0, BK)
     w += b * w_b + h * w_h
     out += b * out_b + h * out_h
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     segments = tl.num_programs(1)
-    first = segment * per_segment
-    last = tl.minimum(first + per_segment, chunks)
+    begin = segment * per_segment
+    end = tl.minimum(begin + per_segment, chunks)
     # A chunk's totals are asked for one chunk ahead: everything else waits for them.
-    ahead = (bh * chunks + (last - 1 if REVERSE else first)) * BK + c
+    ahead = (bh * chunks + (end - 1 if REVERSE else begin)) * BK + c
     strong = tl.load(strongs + ahead)
     side, inner = chunk_factors(tl.load(totals + ahead), strong)
     # the state as it stands between a chunk's operands
     state = tile(starts + (bh * segments + segment) * K * V, c, V, columns, 1, K, V) * side[:, None]
-    for step in range(last - first):
-        n = last - 1 - step if REVERSE else first + step
-        following = tl.maximum(n - 1, first) if REVERSE else tl.minimum(n + 1, last - 1)
+    for step in range(end - begin):
+        n = end - 1 - step if REVERSE else begin + step
+        following = tl.maximum(n - 1, begin) if REVERSE else tl.minimum(n + 1, end - 1)
         ahead = (bh * chunks + following) * BK + c
         next_total, next_strong = tl.load(totals + ahead), tl.load(strongs + ahead)
         chunk = bh * chunks + n
-        at = (chunk * CHUNK + rows)[:, None] * BK + c[None, :]
-        reader, writer = tl.load(x + at), tl.load(y + at)
-        t = n * CHUNK + rows
-        value = tile(w, t, w_t, columns, w_c, tokens, V).to(DOT)
+        at = rows[:, None] * BK + c[None, :]
+        reader, writer = tl.load(x + chunk * CHUNK * BK + at), tl.load(y + chunk * CHUNK * BK + at)
+        first, left = chunk_rows(n, tokens, CHUNK)
+        value = tile(w + first * w_t, rows, w_t, columns, w_c, left, V).to(DOT)
         arriving = state.to(DOT)
         if SAVE:
             store_tile(saved + chunk * K * V, arriving, c, V, columns, 1, K, V)
@@ -297,7 +288,7 @@ def read_out(
         a = tl.where(i <= j if REVERSE else i >= j, a, 0.0).to(DOT)
         result = tl.dot(a, value, input_precision=PRECISION)
         result = tl.dot(reader, arriving, result, input_precision=PRECISION)
-        store_tile(out, result, t, out_t, columns, 1, tokens, V)
+        store_tile(out + first * out_t, result, rows, out_t, columns, 1, left, V)
         state = tl.dot(tl.trans(writer), value, state, input_precision=PRECISION)
         next_side, inner = chunk_factors(next_total, next_strong)
         state = state * (side * next_side)[:, None]
@@ -306,20 +297,20 @@ def read_out(
 
 @triton.jit
 def _through_values(
-    v, v_t, v_c, do, do_t, do_c, given, entering, leaving, t, c, tokens,
+    v, v_t, v_c, do, do_t, do_c, given, entering, leaving, rows, c, left,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
     GIVEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the value channels: of the pairs' gradient, of what goes through the state before the chunk and the
-    one after it, and of one state's way to the other."""
+    """Sums over the value channels: of the gradient of all pairs, those above the diagonal too; of what goes through
+    the state before the chunk and the one after it; and of one state's way to the other."""
     dpairs = tl.zeros((CHUNK, CHUNK), tl.float32)
     dquery = tl.zeros((CHUNK, BK), tl.float32)
     dkey = tl.zeros((CHUNK, BK), tl.float32)
     through = tl.zeros((BK,), tl.float32)
     for start in range(0, V, BV):
         columns = start + tl.arange(0, BV)
-        grad = tile(do, t, do_t, columns, do_c, tokens, V).to(DOT)
-        value = tile(v, t, v_t, columns, v_c, tokens, V).to(DOT)
+        grad = tile(do, rows, do_t, columns, do_c, left, V).to(DOT)
+        value = tile(v, rows, v_t, columns, v_c, left, V).to(DOT)
         before = tile(entering, c, V, columns, 1, K, V)
         after = tile(leaving, c, V, columns, 1, K, V)
         if not GIVEN:
@@ -327,10 +318,9 @@ def _through_values(
         dquery = tl.dot(grad, tl.trans(before), dquery, input_precision=PRECISION)
         dkey = tl.dot(value, tl.trans(after), dkey, input_precision=PRECISION)
         through += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     if GIVEN:
-        dpairs += tl.load(given + i * CHUNK + j).to(tl.float32)
-    return tl.where(i >= j, dpairs, 0.0), dquery, dkey, through
+        dpairs += tl.load(given + rows[:, None] * CHUNK + rows[None, :]).to(tl.float32)
+    return dpairs, dquery, dkey, through
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -348,27 +338,28 @@ def operands_backward(
     rounding errors then cancel where the terms do. What spans no gate, a token with itself and the last one on its
     way out of the chunk, stays out of it: it would outweigh all that does where gates are strong.
     """
-    chunk = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BK + tl.arange(0, BK)
+    tiles: tl.constexpr = WIDTH // BK
+    chunk = (tl.program_id(0) // tiles).to(tl.int64)
+    c = tl.program_id(0) % tiles * BK + tl.arange(0, BK)
     strong = tl.load(strongs + chunk * WIDTH + c)
     if tl.min(strong, 0) != 0:
         return
     bh, n = chunk // chunks, chunk % chunks
     b, h = bh // heads, bh % heads
     rows = tl.arange(0, CHUNK)
-    t = n * CHUNK + rows
+    first, left = chunk_rows(n, tokens, CHUNK)
+    at = rows[:, None] * WIDTH + c[None, :]
+    query, key = tl.load(qe + chunk * CHUNK * WIDTH + at), tl.load(ke + chunk * CHUNK * WIDTH + at)
     dpairs, dquery, dkey, through = _through_values(
-        v + b * v_b + h * v_h, v_t, v_c, do + b * do_b + h * do_h, do_t, do_c,
-        given + chunk * CHUNK * CHUNK, entering + chunk * K * V, leaving + chunk * K * V, t, c, tokens,
+        v + b * v_b + h * v_h + first * v_t, v_t, v_c, do + b * do_b + h * do_h + first * do_t, do_t, do_c,
+        given + chunk * CHUNK * CHUNK, entering + chunk * K * V, leaving + chunk * K * V, rows, c, left,
         K, V, BK, BV, CHUNK, GIVEN, DOT, PRECISION,
     )  # fmt: skip
-    at = (chunk * CHUNK + rows)[:, None] * WIDTH + c[None, :]
-    query, key = tl.load(qe + at), tl.load(ke + at)
     i = rows[:, None]
     itself = tl.sum(tl.where(i == rows[None, :], dpairs, 0.0), 1)[:, None]
     dpairs = tl.where(i > rows[None, :], dpairs, 0.0).to(DOT)
     wide_query, wide_key = query.to(tl.float32), key.to(tl.float32)
-    last = ((rows == CHUNK - 1) | (t >= tokens - 1))[:, None]
+    last = (rows >= left - 1)[:, None]
     through += tl.sum(tl.where(last, 0.0, wide_key * dkey), 0)
     dquery = tl.dot(dpairs, key, dquery, input_precision=PRECISION)
     dkey = tl.dot(tl.trans(dpairs), query, dkey, input_precision=PRECISION)
@@ -376,13 +367,13 @@ def operands_backward(
     dgate = selected_sums(rows[None, :] >= i, dgate, DOT, PRECISION) + through[None, :]
     dquery += itself * wide_key
     dkey += itself * wide_query
-    gate = gate_tile(g + b * g_b + h * g_h, t, g_t, c, g_c, tokens, K)
-    after = selected_sums(rows[None, :] > i, gate, DOT, PRECISION)
-    up = tl.exp2(tl.load(totals + chunk * WIDTH + c)[None, :] * 0.5 - after)
-    start = b * dq_b + h * dq_h
-    store_columns(dq + start, dquery * up * scale, t, dq_t, c, strong == 0, tokens, K)
-    store_columns(dk + start, dkey / up, t, dq_t, c, strong == 0, tokens, K)
-    store_columns(dg + start, dgate, t, dq_t, c, strong == 0, tokens, K)
+    gate = gate_tile(g + b * g_b + h * g_h + first * g_t, rows, g_t, c, g_c, left, K)
+    down = selected_sums(rows[None, :] > i, gate, DOT, PRECISION)
+    down -= tl.load(totals + chunk * WIDTH + c)[None, :] * 0.5
+    start = b * dq_b + h * dq_h + first * dq_t
+    store_columns(dq + start, dquery * tl.exp2(-down) * scale, rows, dq_t, c, strong == 0, left, K)
+    store_columns(dk + start, dkey * tl.exp2(down), rows, dq_t, c, strong == 0, left, K)
+    store_columns(dg + start, dgate, rows, dq_t, c, strong == 0, left, K)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -390,16 +381,19 @@ def strong_operands_backward(
     q, k, v, g, do, given, totals, strongs, entering, leaving, dq, dk, dg, scale,
     q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, v_b, v_t, v_h, v_c, g_b, g_t, g_h, g_c,
     do_b, do_t, do_h, do_c, dq_b, dq_t, dq_h,
-    tokens, chunks, heads, all_chunks,
+    tokens, chunks, heads, all_chunks, count,
     K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, LEVELS: tl.constexpr, GIVEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg of strong channels: as ``chunk_pairs`` splits them. dg sums just those pairs that span a gate."""
-    start = tl.program_id(0).to(tl.int64) * CHUNKS
-    if not _any_strong(strongs, start, all_chunks, WIDTH, CHUNKS):
+    """dq, dk, dg of strong channels: as ``chunk_pairs`` splits them. dg sums just those pairs that span a gate.
+    One program ``count`` chunks, at most CHUNKS, of one tile of key channels."""
+    tiles: tl.constexpr = WIDTH // BK
+    start = (tl.program_id(0) // tiles).to(tl.int64) * count
+    end = tl.minimum(start + count, all_chunks)
+    if not _any_strong(strongs, start, end, WIDTH, CHUNKS):
         return
-    c = tl.program_id(1) * BK + tl.arange(0, BK)
-    for chunk in range(start, tl.minimum(start + CHUNKS, all_chunks)):
+    c = tl.program_id(0) % tiles * BK + tl.arange(0, BK)
+    for chunk in range(start, end):
         strong = tl.load(strongs + chunk * WIDTH + c) != 0
         if tl.max(strong.to(tl.int32), 0) != 0:
             _strong_chunk(
@@ -423,18 +417,18 @@ def _strong_chunk(
     bh, n = chunk // chunks, chunk % chunks
     b, h = bh // heads, bh % heads
     rows = tl.arange(0, CHUNK)
-    t = n * CHUNK + rows
-    q += b * q_b + h * q_h
-    k += b * k_b + h * k_h
-    g += b * g_b + h * g_h
+    first, left = chunk_rows(n, tokens, CHUNK)
+    q += b * q_b + h * q_h + first * q_t
+    k += b * k_b + h * k_h + first * k_t
+    g += b * g_b + h * g_h + first * g_t
     dpairs, dquery, dkey, through = _through_values(
-        v + b * v_b + h * v_h, v_t, v_c, do + b * do_b + h * do_h, do_t, do_c,
-        given + chunk * CHUNK * CHUNK, entering + chunk * K * V, leaving + chunk * K * V, t, c, tokens,
+        v + b * v_b + h * v_h + first * v_t, v_t, v_c, do + b * do_b + h * do_h + first * do_t, do_t, do_c,
+        given + chunk * CHUNK * CHUNK, entering + chunk * K * V, leaving + chunk * K * V, rows, c, left,
         K, V, BK, BV, CHUNK, GIVEN, DOT, PRECISION,
     )  # fmt: skip
-    query = tile(q, t, q_t, c, q_c, tokens, K).to(tl.float32) * scale
-    key = tile(k, t, k_t, c, k_c, tokens, K).to(tl.float32)
-    gate = gate_tile(g, t, g_t, c, g_c, tokens, K)
+    query = tile(q, rows, q_t, c, q_c, left, K).to(tl.float32) * scale
+    key = tile(k, rows, k_t, c, k_c, left, K).to(tl.float32)
+    gate = gate_tile(g, rows, g_t, c, g_c, left, K)
     i, j = rows[:, None], rows[None, :]
     dquery *= tl.exp2(selected_sums(j <= i, gate, DOT, PRECISION))
     dkey *= tl.exp2(selected_sums(j > i, gate, DOT, PRECISION))
@@ -454,7 +448,7 @@ def _strong_chunk(
         spanned = late.to(tl.float32) * dlate + early.to(tl.float32) * dearly
         within = ((i >> level) == (j >> level)) & tl.where(right, j >= i, j < i)
         dgate += selected_sums(within, spanned, DOT, PRECISION)
-    start = b * dq_b + h * dq_h
-    store_columns(dq + start, dquery * scale, t, dq_t, c, strong, tokens, K)
-    store_columns(dk + start, dkey, t, dq_t, c, strong, tokens, K)
-    store_columns(dg + start, dgate, t, dq_t, c, strong, tokens, K)
+    start = b * dq_b + h * dq_h + first * dq_t
+    store_columns(dq + start, dquery * scale, rows, dq_t, c, strong, left, K)
+    store_columns(dk + start, dkey, rows, dq_t, c, strong, left, K)
+    store_columns(dg + start, dgate, rows, dq_t, c, strong, left, K)

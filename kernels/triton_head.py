@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_compile.kernels.triton_math import log2_gate, selected_sums, store_tile, tile
+from zeco_compile.kernels.triton_math import chunk_rows, log2_gate, selected_sums, store_tile, tile
 
 _RUNTIME = ["tokens", "chunks", "per_segment", "heads"]
 
@@ -75,19 +75,19 @@ def segment_states(
     segment = tl.program_id(1)
     columns = tl.program_id(2) * BV + tl.arange(0, BV)
     b, h = bh // heads, bh % heads
-    rows, c = tl.arange(0, CHUNK).to(tl.int64), tl.arange(0, BK)
+    rows, c = tl.arange(0, CHUNK), tl.arange(0, BK)
     x += b * x_b + h * x_h
     w += b * w_b + h * w_h
     state = tl.zeros((BK, BV), tl.float32)
     decay = tl.zeros((1,), tl.float32)
-    first = segment * per_segment
-    last = tl.minimum(first + per_segment, chunks)
-    for step in range(last - first):
-        n = last - 1 - step if REVERSE else first + step
+    begin = segment * per_segment
+    end = tl.minimum(begin + per_segment, chunks)
+    for step in range(end - begin):
+        n = end - 1 - step if REVERSE else begin + step
         chunk = bh * chunks + n
-        t = n * CHUNK + rows
-        operand = tile(x, t, x_t, c, x_c, tokens, K).to(DOT)
-        value = tile(w, t, w_t, columns, w_c, tokens, V)
+        first, left = chunk_rows(n, tokens, CHUNK)
+        operand = tile(x + first * x_t, rows, x_t, c, x_c, left, K).to(DOT)
+        value = tile(w + first * w_t, rows, w_t, columns, w_c, left, V)
         if GATED:
             total = tl.load(totals + chunk)
             state = state * tl.exp2(total)
@@ -117,17 +117,19 @@ def chunk_pairs(
     b, h = bh // heads, bh % heads
     rows = tl.arange(0, CHUNK)
     i, j = rows[:, None], rows[None, :]
-    t = n * CHUNK + rows
+    first, left = chunk_rows(n, tokens, CHUNK)
+    q += b * q_b + h * q_h + first * q_t
+    k += b * k_b + h * k_h + first * k_t
     a = tl.zeros((CHUNK, CHUNK), tl.float32)
     for first_key in range(0, K, BK):
         c = first_key + tl.arange(0, BK)
-        query = tile(q + b * q_b + h * q_h, t, q_t, c, q_c, tokens, K).to(DOT)
-        key = tile(k + b * k_b + h * k_h, t, k_t, c, k_c, tokens, K).to(DOT)
+        query = tile(q, rows, q_t, c, q_c, left, K).to(DOT)
+        key = tile(k, rows, k_t, c, k_c, left, K).to(DOT)
         a = tl.dot(query, tl.trans(key), a, input_precision=PRECISION)
     if GATED:
         sums, is_large = tl.load(to + chunk * CHUNK + rows), tl.load(large + chunk)
         gates = g + b * g_b + h * g_h
-        a *= _decays(sums, is_large, gates, g_t, n * CHUNK, tokens, CHUNK, DOT, PRECISION)
+        a *= _decays(sums, is_large, gates, g_t, first, tokens, CHUNK, DOT, PRECISION)
     else:
         a = tl.where(i >= j, a, 0.0)
     tl.store(pairs + chunk * CHUNK * CHUNK + i * CHUNK + j, a.to(DOT))
@@ -162,16 +164,17 @@ def read_out(
         g += b * g_b + h * g_h
     segments = tl.num_programs(1)
     state = tile(starts + (bh * segments + segment) * K * V, c, V, columns, 1, K, V)
-    first = segment * per_segment
-    last = tl.minimum(first + per_segment, chunks)
+    begin = segment * per_segment
+    end = tl.minimum(begin + per_segment, chunks)
     if GATED:
         # asked for one chunk ahead: they are in the way of everything else
-        ahead = bh * chunks + (last - 1 if REVERSE else first)
+        ahead = bh * chunks + (end - 1 if REVERSE else begin)
         total, is_large = tl.load(totals + ahead), tl.load(large + ahead)
         sums_to, sums_after = tl.load(to + ahead * CHUNK + rows), tl.load(after + ahead * CHUNK + rows)
-    for step in range(last - first):
-        n = last - 1 - step if REVERSE else first + step
+    for step in range(end - begin):
+        n = end - 1 - step if REVERSE else begin + step
         chunk = bh * chunks + n
+        # offsets from the first chunk: those of a chunk would stay in registers, of which there are not enough
         t = n * CHUNK + rows
         reader = tile(x, t, x_t, c, x_c, tokens, K).to(DOT)
         writer = tile(y, t, y_t, c, y_c, tokens, K).to(DOT)
@@ -202,7 +205,7 @@ def read_out(
         store_tile(out, result, t, out_t, columns, 1, tokens, V)
         state = tl.dot(tl.trans(writer), written, state, input_precision=PRECISION)
         if GATED:
-            ahead = bh * chunks + (tl.maximum(n - 1, first) if REVERSE else tl.minimum(n + 1, last - 1))
+            ahead = bh * chunks + (tl.maximum(n - 1, begin) if REVERSE else tl.minimum(n + 1, end - 1))
             total, is_large = tl.load(totals + ahead), tl.load(large + ahead)
             sums_to, sums_after = tl.load(to + ahead * CHUNK + rows), tl.load(after + ahead * CHUNK + rows)
 
@@ -226,11 +229,11 @@ def operands_backward(
     b, h = bh // heads, bh % heads
     rows = tl.arange(0, CHUNK)
     i, j = rows[:, None], rows[None, :]
-    t = n * CHUNK + rows
-    q += b * q_b + h * q_h
-    k += b * k_b + h * k_h
-    v += b * v_b + h * v_h
-    do += b * do_b + h * do_h
+    first, left = chunk_rows(n, tokens, CHUNK)
+    q += b * q_b + h * q_h + first * q_t
+    k += b * k_b + h * k_h + first * k_t
+    v += b * v_b + h * v_h + first * v_t
+    do += b * do_b + h * do_h + first * do_t
     entering += chunk * K * V
     leaving += chunk * K * V
     dpairs = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -239,12 +242,11 @@ def operands_backward(
     else:
         for start in range(0, V, BV):
             columns = start + tl.arange(0, BV)
-            grad = tile(do, t, do_t, columns, do_c, tokens, V).to(DOT)
-            value = tile(v, t, v_t, columns, v_c, tokens, V).to(DOT)
+            grad = tile(do, rows, do_t, columns, do_c, left, V).to(DOT)
+            value = tile(v, rows, v_t, columns, v_c, left, V).to(DOT)
             dpairs = tl.dot(grad, tl.trans(value), dpairs, input_precision=PRECISION)
     if GATED:
         sums = tl.load(to + chunk * CHUNK + rows)
-        first = n * CHUNK
         gates = g + b * g_b + h * g_h
         decays = _decays(sums, tl.load(large + chunk), gates, g_t, first, tokens, CHUNK, DOT, PRECISION)
         dpairs = dpairs * decays * scale
@@ -257,14 +259,14 @@ def operands_backward(
     through = 0.0
     for first_key in range(0, K, BK):
         c = first_key + tl.arange(0, BK)
-        query = tile(q, t, q_t, c, q_c, tokens, K).to(DOT)
-        key = tile(k, t, k_t, c, k_c, tokens, K).to(DOT)
+        query = tile(q, rows, q_t, c, q_c, left, K).to(DOT)
+        key = tile(k, rows, k_t, c, k_c, left, K).to(DOT)
         dquery = tl.zeros((CHUNK, BK), tl.float32)
         dkey = tl.zeros((CHUNK, BK), tl.float32)
         for start in range(0, V, BV):
             columns = start + tl.arange(0, BV)
-            grad = tile(do, t, do_t, columns, do_c, tokens, V).to(DOT)
-            value = tile(v, t, v_t, columns, v_c, tokens, V).to(DOT)
+            grad = tile(do, rows, do_t, columns, do_c, left, V).to(DOT)
+            value = tile(v, rows, v_t, columns, v_c, left, V).to(DOT)
             before = tile(entering, c, V, columns, 1, K, V)
             behind = tile(leaving, c, V, columns, 1, K, V)
             dquery = tl.dot(grad, tl.trans(before), dquery, input_precision=PRECISION)
@@ -281,8 +283,9 @@ def operands_backward(
             dquery = dquery * scale
         dquery = tl.dot(dpairs.to(DOT), key, dquery, input_precision=PRECISION)
         dkey = tl.dot(tl.trans(dpairs.to(DOT)), query, dkey, input_precision=PRECISION)
-        store_tile(dq + b * dq_b + h * dq_h, dquery, t, dq_t, c, 1, tokens, K)
-        store_tile(dk + b * dq_b + h * dq_h, dkey, t, dq_t, c, 1, tokens, K)
+        at = b * dq_b + h * dq_h + first * dq_t
+        store_tile(dq + at, dquery, rows, dq_t, c, 1, left, K)
+        store_tile(dk + at, dkey, rows, dq_t, c, 1, left, K)
     if GATED:
         # a pair (i, j) spans the gates j < s <= i, so a token and itself span none
         inside = tl.where(i > j, pairs * dpairs, 0.0)
@@ -291,4 +294,5 @@ def operands_backward(
         reached = tl.sum(tl.where(j < i, reach[None, :], 0.0), 1)
         spanned = tl.sum(tl.where(j >= i, span[None, :], 0.0), 1)
         dgate = spanned + reached + tl.exp2(tl.load(totals + chunk)) * through
-        tl.store(dg + b * dg_b + h * dg_h + t * dg_t, dgate.to(dg.dtype.element_ty), mask=t < tokens)
+        gates = dg + b * dg_b + h * dg_h + first * dg_t
+        tl.store(gates + rows * dg_t, dgate.to(dg.dtype.element_ty), mask=rows < left)

@@ -15,25 +15,37 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def tile(base, t, row_stride, c, column_stride, tokens, channels):
-    """[len(t), len(c)] from memory of any strides, 0 outside."""
-    return tl.load(
-        base + t[:, None] * row_stride + c[None, :] * column_stride,
-        mask=(t < tokens)[:, None] & (c < channels)[None, :],
-        other=0.0,
-    )
+def chunk_rows(n, tokens, CHUNK: tl.constexpr):
+    """Of chunk n: its first token, in 64 bits, and how many it has. Offsets inside of a chunk fit 32 bits."""
+    first = tl.cast(n, tl.int64) * CHUNK
+    return first, tl.minimum(tokens - first, CHUNK).to(tl.int32)
 
 
 @triton.jit
-def store_tile(base, x, t, row_stride, c, column_stride, tokens, channels):
-    mask = (t < tokens)[:, None] & (c < channels)[None, :]
-    tl.store(
-        base + t[:, None] * row_stride + c[None, :] * column_stride, x.to(base.dtype.element_ty), mask=mask
-    )
+def tile(base, t, row_stride, c, column_stride, tokens, channels: tl.constexpr):
+    """[len(t), len(c)] from memory of any strides, 0 outside.
+
+    Tiles begin at multiples of their width, so that a power of two of channels has no cut ones: without a mask over
+    channels a kernel has a tenth fewer instructions.
+    """
+    at = base + t[:, None] * row_stride + c[None, :] * column_stride
+    if c.shape[0] <= channels and channels & (channels - 1) == 0:
+        return tl.load(at, mask=(t < tokens)[:, None], other=0.0)
+    return tl.load(at, mask=(t < tokens)[:, None] & (c < channels)[None, :], other=0.0)
 
 
 @triton.jit
-def store_columns(base, x, t, row_stride, c, wanted, tokens, channels):
+def store_tile(base, x, t, row_stride, c, column_stride, tokens, channels: tl.constexpr):
+    at = base + t[:, None] * row_stride + c[None, :] * column_stride
+    x = x.to(base.dtype.element_ty)
+    if c.shape[0] <= channels and channels & (channels - 1) == 0:
+        tl.store(at, x, mask=(t < tokens)[:, None])
+    else:
+        tl.store(at, x, mask=(t < tokens)[:, None] & (c < channels)[None, :])
+
+
+@triton.jit
+def store_columns(base, x, t, row_stride, c, wanted, tokens, channels: tl.constexpr):
     """Only the ``wanted`` columns, which are mostly all: a mask that differs by column costs the wide stores."""
     if tl.min(wanted.to(tl.int32), 0) != 0:
         store_tile(base, x, t, row_stride, c, 1, tokens, channels)
@@ -50,7 +62,7 @@ def log2_gate(g):
 
 
 @triton.jit
-def gate_tile(base, t, row_stride, c, column_stride, tokens, channels):
+def gate_tile(base, t, row_stride, c, column_stride, tokens, channels: tl.constexpr):
     return log2_gate(tile(base, t, row_stride, c, column_stride, tokens, channels))
 
 
@@ -63,9 +75,9 @@ def selected_sums(taken, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """
     if tl.bfloat16 == DOT:
         ones = taken.to(tl.bfloat16)
-        high = x.to(tl.bfloat16)
-        low = (x - high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(ones, high, tl.dot(ones, low))
+        # cut off, not rounded: what is left over is exact either way, and this is one instruction for two slow ones
+        high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        return tl.dot(ones, high.to(tl.bfloat16), tl.dot(ones, (x - high).to(tl.bfloat16)))
     return tl.dot(taken.to(tl.float32), x, input_precision="ieee" if PRECISION == "ieee" else "tf32x3")
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_compile.kernels.triton_math import tile
+from zeco_compile.kernels.triton_math import chunk_rows, tile
 
 
 @triton.jit(do_not_specialize=["segments"])
@@ -57,11 +57,13 @@ def pairs_backward(
     b, h = bh // heads, bh % heads
     rows = tl.arange(0, CHUNK)
     i, j = rows[:, None], rows[None, :]
-    t = n * CHUNK + rows
+    first, left = chunk_rows(n, tokens, CHUNK)
+    v += b * v_b + h * v_h + first * v_t
+    do += b * do_b + h * do_h + first * do_t
     out = tl.zeros((CHUNK, CHUNK), tl.float32)
     for start in range(0, V, BV):
         columns = start + tl.arange(0, BV)
-        grad = tile(do + b * do_b + h * do_h, t, do_t, columns, do_c, tokens, V).to(DOT)
-        value = tile(v + b * v_b + h * v_h, t, v_t, columns, v_c, tokens, V).to(DOT)
+        grad = tile(do, rows, do_t, columns, do_c, left, V).to(DOT)
+        value = tile(v, rows, v_t, columns, v_c, left, V).to(DOT)
         out = tl.dot(grad, tl.trans(value), out, input_precision=PRECISION)
     tl.store(dpairs + chunk * CHUNK * CHUNK + i * CHUNK + j, tl.where(i >= j, out, 0.0).to(DOT))

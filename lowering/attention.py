@@ -385,8 +385,10 @@ class _FusedGatedLinearAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ops = torch.ops.zeco
         beside = _beside(q, g, group)
-        state, log_decay, kept = ops.prepare(q, k, v, g, scale)
-        if group != "":
+        several = group != ""
+        whole = several or output_final_state or initial_state is not None
+        state, log_decay, kept = ops.prepare(q, k, v, g, scale, whole)
+        if several:
             flying = ops.scan_start(state, log_decay, initial_state, False, schedule, blocks, group)
             pairs = ops.chunk_pairs(q, k, v, g, scale, kept, beside)
             state_in = ops.scan_wait(flying, state, log_decay, group)
@@ -412,8 +414,10 @@ class _FusedGatedLinearAttention(torch.autograd.Function):
         q, k, v, g, log_decay, pairs, saved, *kept = ctx.saved_tensors
         scale, output_final_state, schedule, blocks, group, beside = ctx.arguments
         dstate_out = ops.final_state_backward(dfinal, group) if output_final_state else None
-        dstate, dkept = ops.prepare_backward(q, k, v, g, do, scale, kept)
-        if group != "":
+        several = group != ""
+        wants_initial = ctx.initial_dtype is not None and ctx.needs_input_grad[4]
+        dstate, dkept = ops.prepare_backward(q, k, v, g, do, scale, kept, several or wants_initial)
+        if several:
             flying = ops.scan_start(dstate, log_decay, dstate_out, True, schedule, blocks, group)
             dpairs = ops.chunk_pairs_backward(q, k, v, g, do, beside)
             dstate_out = ops.scan_wait(flying, dstate, log_decay, group)
@@ -423,7 +427,7 @@ class _FusedGatedLinearAttention(torch.autograd.Function):
             pairs, dpairs, kept, saved, dkept, q, k, v, g, do, scale, dstate_out, beside
         )
         dinitial = None
-        if ctx.initial_dtype is not None and ctx.needs_input_grad[4]:
+        if wants_initial:
             outgoing = torch.zeros_like(dstate) if dstate_out is None else dstate_out
             dinitial = ops.initial_state_backward(outgoing, dstate, log_decay, group).to(ctx.initial_dtype)
         return dq, dk, dv, None if g is None else dg, dinitial, None, None, None, None, None, None

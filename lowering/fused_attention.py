@@ -22,23 +22,24 @@ from zeco_compile.lowering.registry import LOCAL_TAGS, define
 
 
 def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, whole: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     from zeco_compile.kernels import fused
 
     op_log.record("rank_state")
-    return fused.prepare(q, k, v, g, scale)
+    return fused.prepare(q, k, v, g, scale, whole)
 
 
 def _prepare_fake(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, whole: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     from zeco_compile.kernels import fused
 
     batch, _, heads, key = q.shape
     dtype = state_dtype(q, k, v, g)
-    state = q.new_empty((batch, heads, key, v.shape[3]), dtype=dtype)
-    log_decay = q.new_empty((batch, heads, key if g is not None and g.dim() == 4 else 1), dtype=dtype)
+    decay_shape = (batch, heads, key if g is not None and g.dim() == 4 else 1)
+    state = q.new_empty((batch, heads, key, v.shape[3]) if whole else (0,), dtype=dtype)
+    log_decay = q.new_empty(decay_shape if whole else (0,), dtype=dtype)
     return state, log_decay, fused.empty_kept(q, k, v, g)
 
 
@@ -95,21 +96,36 @@ def _read_out_fake(
 
 
 def _prepare_backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, scale: float, kept: list[Tensor]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    do: Tensor,
+    scale: float,
+    kept: list[Tensor],
+    whole: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     from zeco_compile.kernels import fused
 
     op_log.record("rank_dstate")
-    return fused.prepare_backward(q, k, v, g, do, scale, kept)
+    return fused.prepare_backward(q, k, v, g, do, scale, kept, whole)
 
 
 def _prepare_backward_fake(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, scale: float, kept: list[Tensor]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    do: Tensor,
+    scale: float,
+    kept: list[Tensor],
+    whole: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     from zeco_compile.kernels import fused
 
     batch, _, heads, key = q.shape
-    dstate = q.new_empty((batch, heads, key, v.shape[3]), dtype=state_dtype(q, k, v, g))
+    shape = (batch, heads, key, v.shape[3]) if whole else (0,)
+    dstate = q.new_empty(shape, dtype=state_dtype(q, k, v, g))
     return dstate, fused.empty_dkept(q, k, v, g)
 
 
@@ -176,7 +192,7 @@ def _read_out_backward_fake(
 _QKVG = "Tensor q, Tensor k, Tensor v, Tensor? g"
 
 define(
-    f"prepare({_QKVG}, float scale) -> (Tensor state, Tensor log_decay, Tensor[] kept)",
+    f"prepare({_QKVG}, float scale, bool whole) -> (Tensor state, Tensor log_decay, Tensor[] kept)",
     _prepare,
     _prepare_fake,
     LOCAL_TAGS,
@@ -195,7 +211,8 @@ define(
     LOCAL_TAGS,
 )
 define(
-    f"prepare_backward({_QKVG}, Tensor do, float scale, Tensor[] kept) -> (Tensor dstate, Tensor[] dkept)",
+    f"prepare_backward({_QKVG}, Tensor do, float scale, Tensor[] kept, bool whole) "
+    "-> (Tensor dstate, Tensor[] dkept)",
     _prepare_backward,
     _prepare_backward_fake,
     LOCAL_TAGS,

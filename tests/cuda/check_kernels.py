@@ -1,6 +1,6 @@
 """Checks the Triton kernels on a GPU over sizes, dtypes and gates, against the float64 recurrence.
 
-    python tests/cuda/check_kernels.py [--workers 12]
+    python tests/cuda/check_kernels.py [--workers 12] [--sizes 128x128 256x512 ...]
 
 Every part of the forward and the backward, with the attention matrices kept for all chunks and for those that need
 them. Each size is compiled anew, so the cases are spread over processes. Memory that a kernel should have written and
@@ -33,8 +33,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", type=int, default=12, help="processes that compile and run")
-    workers = parser.parse_args().workers
-    sizes = [(key, value, dtype) for key, value in KEYS_VALUES for dtype in LIMITS]
+    parser.add_argument(
+        "--sizes", nargs="*", default=[f"{k}x{v}" for k, v in KEYS_VALUES], help="256x128 ..."
+    )
+    arguments = parser.parse_args()
+    pairs = [tuple(map(int, size.split("x"))) for size in arguments.sizes]
+    sizes = [(key, value, dtype) for key, value in pairs for dtype in LIMITS]
     # one process a size, whose kernels are compiled once; an illegal access of one does not reach the others
     jobs = [
         (size, kind)
@@ -43,7 +47,7 @@ def main() -> int:
     ]
     failed = done = 0
     with ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
+        arguments.workers, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as pool:
         for ended in as_completed([pool.submit(check, *size, kind) for size, kind in jobs]):
             for line in ended.result():
@@ -107,10 +111,10 @@ def one(key: int, value: int, dtype: torch.dtype, kind: str, gate: str, everywhe
     used = [x for x in leaves if x is not None]
     wanted = torch.autograd.grad(truth, used, [do.double(), dstate.double()])
 
-    made, log_decay, kept = fused.prepare(q, k, v, g, scale)
+    made, log_decay, kept = fused.prepare(q, k, v, g, scale, True)
     pairs = fused.chunk_pairs(q, k, v, g, scale, kept, everywhere)
     o, saved = fused.read_out(pairs, kept, q, k, v, g, state, scale, everywhere, True)
-    dmade, dkept = fused.prepare_backward(q, k, v, g, do, scale, kept)
+    dmade, dkept = fused.prepare_backward(q, k, v, g, do, scale, kept, True)
     dpairs = fused.chunk_pairs_backward(q, k, v, g, do, everywhere)
     dq, dk, dv, dg = fused.read_out_backward(
         pairs, dpairs, kept, saved, dkept, q, k, v, g, do, scale, dstate, everywhere

@@ -32,13 +32,13 @@ def poisoned_memory() -> Iterator[None]:
 
 def run(fused, p, everywhere):
     """[o, final state] and [dq, dk, dv, dg, dstate_in] of the kernels."""
-    state, log_decay, kept = fused.prepare(p.q, p.k, p.v, p.g, p.scale)
+    state, log_decay, kept = fused.prepare(p.q, p.k, p.v, p.g, p.scale, True)
     pairs = fused.chunk_pairs(p.q, p.k, p.v, p.g, p.scale, kept, everywhere)
     o, saved = fused.read_out(pairs, kept, p.q, p.k, p.v, p.g, p.state, p.scale, everywhere, True)
     alone, nothing = fused.read_out(pairs, kept, p.q, p.k, p.v, p.g, p.state, p.scale, everywhere, False)
     assert torch.allclose(o, alone, rtol=0, atol=0, equal_nan=True)
     assert nothing.numel() == 0
-    dstate, dkept = fused.prepare_backward(p.q, p.k, p.v, p.g, p.do, p.scale, kept)
+    dstate, dkept = fused.prepare_backward(p.q, p.k, p.v, p.g, p.do, p.scale, kept, True)
     dpairs = fused.chunk_pairs_backward(p.q, p.k, p.v, p.g, p.do, everywhere)
     gradients = fused.read_out_backward(
         pairs, dpairs, kept, saved, dkept, p.q, p.k, p.v, p.g, p.do, p.scale, p.dstate, everywhere

@@ -78,18 +78,20 @@ def test_fakes(on_the_cpu, kind):
     q, k, v, g, _, do, _ = (None if x is None else x.float() for x in draw(kind, 70, False))
     ops = torch.ops.zeco
     tests = ("test_schema", "test_faketensor")
-    _, _, kept = ops.prepare(q, k, v, g, 0.3)
+    _, _, kept = ops.prepare(q, k, v, g, 0.3, True)
     pairs = ops.chunk_pairs(q, k, v, g, 0.3, kept, True)
     _, saved = ops.read_out(pairs, kept, q, k, v, g, None, 0.3, True, True)
-    _, dkept = ops.prepare_backward(q, k, v, g, do, 0.3, kept)
+    _, dkept = ops.prepare_backward(q, k, v, g, do, 0.3, kept, True)
     dpairs = ops.chunk_pairs_backward(q, k, v, g, do, True)
     backward = (pairs, dpairs, kept, saved, dkept, q, k, v, g, do, 0.3, None, True)
     for op, args in (
-        (ops.prepare, (q, k, v, g, 0.3)),
+        (ops.prepare, (q, k, v, g, 0.3, True)),
+        (ops.prepare, (q, k, v, g, 0.3, False)),
         (ops.chunk_pairs, (q, k, v, g, 0.3, kept, True)),
         (ops.chunk_pairs, (q, k, v, g, 0.3, kept, False)),
         (ops.read_out, (pairs, kept, q, k, v, g, None, 0.3, True, False)),
-        (ops.prepare_backward, (q, k, v, g, do, 0.3, kept)),
+        (ops.prepare_backward, (q, k, v, g, do, 0.3, kept, True)),
+        (ops.prepare_backward, (q, k, v, g, do, 0.3, kept, False)),
         (ops.chunk_pairs_backward, (q, k, v, g, do, True)),
         (ops.read_out_backward, backward),
     ):
