@@ -196,7 +196,7 @@ def plot(results: dict[str, Any], folder: Path) -> Path:
         axis.set_xlabel("tokens")
         axis.grid(True, which="both", alpha=0.3)
     axes[0].set_ylabel("µs")
-    axes[0].legend()
+    axes[0].legend(loc="lower right")
     figure.suptitle(f"Gated linear attention, B=1 H=16 K=V=128 bf16, gate per channel: {results['device']}")
     figure.tight_layout()
     path = folder / "gla_operator.png"

@@ -416,7 +416,9 @@ def _gather_compiled(rank: int) -> tuple[Tensor, int]:
     world_size = members(group).world_size
 
     def gathered(x: Tensor) -> Tensor:
-        return exchange.gather_sequence(x * 2, 1, group, world_size, True) + 1
+        return exchange.gather_sequence(
+            x, 1, group, world_size, True
+        )  # nothing that a C++ compiler is needed for
 
     torch._dynamo.utils.counters.clear()
     result = torch.compile(gathered, backend="inductor", fullgraph=True)(torch.ones(2, 6) * rank)
@@ -430,7 +432,7 @@ def test_a_cached_graph_is_not_taken_for_another_number_of_ranks(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for world_size, cached in ((2, False), (3, False), (2, True)):
         results = fresh_ranks(world_size).run(_gather_compiled)
-        expected = torch.cat([torch.ones(2, 6) * rank for rank in range(world_size)], 1) * 2 + 1
+        expected = torch.cat([torch.ones(2, 6) * rank for rank in range(world_size)], 1)
         for result, hits in results:
             assert torch.equal(result, expected)
             if cached:
