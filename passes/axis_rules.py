@@ -225,6 +225,21 @@ def unfold(track: Tracking, node: fx.Node) -> None:
     track.out(node, (*dims, track.axes.fresh(size, "window offset")))
 
 
+@rule(*_ops("diag_embed"))
+def diagonal_matrix(track: Tracking, node: fx.Node) -> None:
+    """Rows and columns are the same axis."""
+    if argument(node, "offset", 0) != 0:
+        track.opaque(node, "a diagonal beside the main one")
+        return
+    *dims, along = track.dims(tensors(node)[0])
+    track.act(node, along, "position")
+    for dim in sorted(
+        _positive(argument(node, name, d), len(dims) + 2) for name, d in (("dim1", -2), ("dim2", -1))
+    ):
+        dims.insert(dim, along)
+    track.out(node, tuple(dims))
+
+
 @rule(*_ops("diagonal", "as_strided", "set_", "resize"))
 def opaque_view(track: Tracking, node: fx.Node) -> None:
     track.opaque(node, "a view that is not followed")
