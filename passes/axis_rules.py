@@ -262,8 +262,8 @@ def cat(track: Tracking, node: fx.Node) -> None:
     along = any(track.axes.is_sequence(d) for d in joined) or any(track.stepwise(n) for n in parts)
     for d in joined:
         track.act(node, d, "cat")
-    new = (track.axes.sequence,) if along and track.axes.is_length(size) else track.axes.fresh(size, "cat")
-    track.out(node, (*rest[:dim], new, *rest[dim + 1 :]))
+    rows = track.axes.rows_in_chunks(size) if along else None
+    track.out(node, (*rest[:dim], rows or track.axes.fresh(size, "cat"), *rest[dim + 1 :]))
 
 
 @rule(*_ops("stack"))

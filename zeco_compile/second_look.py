@@ -368,6 +368,7 @@ def _refuse(step: Step, before: str, after: str, length: int, longer: int) -> No
         "cannot be seen: the length is a constant here (a loop over it, a function of it, or one token per rank).",
         hints=[
             "do not compute with the length, or with the number of a step, beside a loop over the sequence",
-            "give each rank more tokens, if the model treats some of the first ones in another way",
+            "give each rank more tokens, if the model treats some of the first ones in another way, or whole chunks, "
+            "if it pads the last one",
         ],
     )
