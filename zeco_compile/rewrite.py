@@ -150,6 +150,8 @@ def rewrite(
         report.communication[:0] = _scans(work)
     if work.look is not None:
         try:
+            report.decisions += work.look.take_numbers()
+            gm.recompile()
             work.look.compare()
         except LengthInValue as another_program:
             if broken is None:
