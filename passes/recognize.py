@@ -25,6 +25,7 @@ from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.axes import Atom
+from zeco_compile.passes.checkpoints import keep_if_any
 from zeco_compile.passes.layout import Canonical, CanonicalAxes, GraphOperations, arrange, disarrange
 from zeco_compile.passes.length import depends_on
 from zeco_compile.passes.locations import user_location
@@ -512,6 +513,7 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             torch.ops.zeco.gated_linear_attention.default,
             q, k, v, g, roles.scale, state, bool(state_readers), wiring.schedule, wiring.blocks, wiring.group,
         )  # fmt: skip
+        keep_if_any(call, region.user_nodes)
         o = ops.call(operator.getitem, call, 0)
         if roles.rows is not None:
             float_dtype = torch.promote_types(operand_dtype, torch.float32)
