@@ -85,6 +85,13 @@ class Axes:
             self._windows[left, right] = atom
         return (self._windows[left, right],)
 
+    def rows_in_chunks(self, size: Size) -> Dim | None:
+        """What so many rows make, put together from pieces: the sequence, or that padded behind to whole chunks."""
+        if self.is_length(size):
+            return (self.sequence,)
+        padded = [atom for (left, _), atom in self._windows.items() if left == 0 and atom.root()._parts]
+        return next(((atom,) for atom in padded if same_size(atom.size, size)), None)
+
     def flat(self, dim: Iterable[Atom]) -> Dim:
         """The dimension in root atoms, taken apart as far as any use of them has."""
         out: list[Atom] = []

@@ -225,6 +225,21 @@ def unfold(track: Tracking, node: fx.Node) -> None:
     track.out(node, (*dims, track.axes.fresh(size, "window offset")))
 
 
+@rule(*_ops("diag_embed"))
+def diagonal_matrix(track: Tracking, node: fx.Node) -> None:
+    """Rows and columns are the same axis."""
+    if argument(node, "offset", 0) != 0:
+        track.opaque(node, "a diagonal beside the main one")
+        return
+    *dims, along = track.dims(tensors(node)[0])
+    track.act(node, along, "position")
+    for dim in sorted(
+        _positive(argument(node, name, d), len(dims) + 2) for name, d in (("dim1", -2), ("dim2", -1))
+    ):
+        dims.insert(dim, along)
+    track.out(node, tuple(dims))
+
+
 @rule(*_ops("diagonal", "as_strided", "set_", "resize"))
 def opaque_view(track: Tracking, node: fx.Node) -> None:
     track.opaque(node, "a view that is not followed")
@@ -247,8 +262,8 @@ def cat(track: Tracking, node: fx.Node) -> None:
     along = any(track.axes.is_sequence(d) for d in joined) or any(track.stepwise(n) for n in parts)
     for d in joined:
         track.act(node, d, "cat")
-    new = (track.axes.sequence,) if along and track.axes.is_length(size) else track.axes.fresh(size, "cat")
-    track.out(node, (*rest[:dim], new, *rest[dim + 1 :]))
+    rows = track.axes.rows_in_chunks(size) if along else None
+    track.out(node, (*rest[:dim], rows or track.axes.fresh(size, "cat"), *rest[dim + 1 :]))
 
 
 @rule(*_ops("stack"))

@@ -43,6 +43,7 @@ class CanonicalAxes:
     key: tuple[Atom, ...]
     value: tuple[Atom, ...]
     gate_has_key: bool
+    gate_has_rows: bool
     gate_family: str
     output: fx.Node
     analysis: Analysis
@@ -96,11 +97,12 @@ class CanonicalAxes:
         if any(a not in (*outer, *key) for n in (*q, *k) for a in atoms(n)):
             return None
         gate_has_key = any(a in key for a in gate_atoms)
+        gate_has_rows = gate is not None and bool(track.sequence_dims(gate))
         if gate is None:
             family = "none"
         elif gate_has_key:
             family = "per channel"
-        elif track.sequence_dims(gate):
+        elif gate_has_rows:
             family = "per head and token"
         else:
             family = "constant per head"
@@ -112,6 +114,7 @@ class CanonicalAxes:
             tuple(key),
             tuple(value),
             gate_has_key,
+            gate_has_rows,
             family,
             output,
             analysis,
@@ -232,7 +235,7 @@ def _one_each(dims: Sequence[Sequence[Atom]]) -> bool:
     return all(len(dim) == 1 for dim in dims)
 
 
-class _TensorOperations:
+class TensorOperations:
     """Arranging real float64 tensors at the sizes of a probe."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -271,13 +274,13 @@ def canonical_value(
     sizes: Sizes,
 ) -> torch.Tensor:
     """`arrange` on tensors."""
-    out: torch.Tensor = arrange(_TensorOperations(sizes), axes, kind, nodes, values)
+    out: torch.Tensor = arrange(TensorOperations(sizes), axes, kind, nodes, values)
     return out
 
 
 def from_canonical_value(axes: CanonicalAxes, o: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     """`disarrange` on a tensor."""
-    out: torch.Tensor = disarrange(_TensorOperations(sizes), axes, o)
+    out: torch.Tensor = disarrange(TensorOperations(sizes), axes, o)
     return out
 
 
@@ -289,7 +292,7 @@ def from_canonical_state(
     want = [atom for dim in axes.dims(node) for atom in dim]
     if sorted(map(id, have)) != sorted(map(id, want)):
         return None
-    out: torch.Tensor = disarrange(_TensorOperations(sizes), axes, state, Canonical.STATE, node)
+    out: torch.Tensor = disarrange(TensorOperations(sizes), axes, state, Canonical.STATE, node)
     return out
 
 

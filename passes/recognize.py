@@ -25,6 +25,7 @@ from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.axes import Atom
+from zeco_compile.passes.checkpoints import keep_if_any
 from zeco_compile.passes.layout import Canonical, CanonicalAxes, GraphOperations, arrange, disarrange
 from zeco_compile.passes.length import depends_on
 from zeco_compile.passes.locations import user_location
@@ -49,11 +50,13 @@ from zeco_compile.passes.roles import (
     GATE_FORMS,
     GateForm,
     NotLinearAttention,
+    OwnTerm,
     Roles,
     Trials,
     check,
     final_state_scale,
     find_roles,
+    own_weight,
     row_factor,
 )
 
@@ -247,6 +250,15 @@ def _checked(trials: Trials, roles: Roles, sizes: Sequence[Sizes]) -> Match | No
     region, analysis = trials.region, trials.analysis
     worst, scales, described = 0.0, [], []
     allowed = tolerance(region)
+    if roles.own is not None and roles.own.weight is None:
+        try:
+            weight = own_weight(trials, roles, sizes[0], _FIRST_SEED)
+        except CannotEvaluate:
+            return None
+        if weight is None:
+            return None
+        weight = 1.0 if abs(weight - 1.0) <= allowed else _rounded(weight)
+        return _checked(trials, replace(roles, own=replace(roles.own, weight=weight)), sizes)
     for seed, at in enumerate(sizes, start=_FIRST_SEED):
         try:
             scale, difference = check(trials, roles, at, seed)
@@ -431,6 +443,7 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     seconds = roles.gates[1:]
     needed = [*roles.q, *roles.k, *roles.v, *(node for node in (gate_node, kept) if node is not None)]
     needed += [node for node, _ in seconds]
+    needed += roles.own.inputs if roles.own is not None else ()
     if roles.initial_state is not None:
         needed.append(roles.initial_state)
     # What an operator has taken the place of is held by its result, and not under the old name any more.
@@ -490,10 +503,11 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
         if roles.before is not None:
             k, v = _one_later(ops, k, wiring.group), _one_later(ops, v, wiring.group)
             if g is not None and roles.before == "kept":
-                g = _one_later(ops, g, wiring.group)
+                g = _one_later(ops, g, wiring.group) if roles.axes.gate_has_rows else g
             elif g is not None:
                 decay = ops.call(torch.exp, g)
-                decay = decay if roles.axes.gate_has_key else ops.unsqueeze(decay, 3)
+                if not roles.axes.gate_has_key:
+                    decay = ops.unsqueeze(decay, 1 if roles.constant is not None else 3)
                 k = ops.call(aten.to.dtype, ops.multiply(k, decay), operand_dtype)
         state = None
         if roles.initial_state is not None:
@@ -502,11 +516,17 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             torch.ops.zeco.gated_linear_attention.default,
             q, k, v, g, roles.scale, state, bool(state_readers), wiring.schedule, wiring.blocks, wiring.group,
         )  # fmt: skip
+        keep_if_any(call, region.user_nodes)
         o = ops.call(operator.getitem, call, 0)
         if roles.rows is not None:
             float_dtype = torch.promote_types(operand_dtype, torch.float32)
             o = roles.rows.emit(ops, o, ops.size((roles.axes.rows,)), g, float_dtype)
             o = o if float_dtype == operand_dtype else ops.call(aten.to.dtype, o, operand_dtype)
+        if roles.own is not None:
+            o = _with_own_term(
+                ops, roles, roles.own, o, values, torch.promote_types(operand_dtype, torch.float32)
+            )
+            o = ops.call(aten.to.dtype, o, operand_dtype)
         o = disarrange(ops, roles.axes, o)
         if match.length_factor is not None:  # of the slice's length as yet, as the user's own (length.py)
             from_length, multiplied = match.length_factor
@@ -535,6 +555,25 @@ def _one_later(ops: GraphOperations, x: fx.Node, group: str) -> fx.Node:
     """[B, T, ...] with each row at the next position: the first is the last one of the rank before, zeros at rank 0."""
     rows = ops.call(torch.ops.zeco.halo.default, x, 1, 1, 0, 0.0, group)
     return ops.call(aten.slice.Tensor, rows, 1, 0, -1)
+
+
+def _with_own_term(
+    ops: GraphOperations,
+    roles: Roles,
+    own: OwnTerm,
+    o: fx.Node,
+    values: dict[fx.Node, fx.Node],
+    dtype: torch.dtype,
+) -> fx.Node:
+    """`o`, [B, T, H, V], and the own term, in at least the precision of a state."""
+    wide = {node: ops.call(aten.to.dtype, values[node], dtype) for node in own.inputs}
+    of_keys, term = own.arranged(ops, roles.axes, wide)
+    if of_keys is not None:
+        term = ops.multiply(ops.call(aten.sum.dim_IntList, of_keys, [-1], True), term)
+    assert own.weight is not None, "it has been measured"
+    weight = own.weight * roles.scale
+    term = term if weight == 1.0 else ops.call(aten.mul.Tensor, term, weight)
+    return ops.call(aten.add.Tensor, ops.call(aten.to.dtype, o, dtype), term)
 
 
 def _as(ops: GraphOperations, x: fx.Node, nodes: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
@@ -693,6 +732,8 @@ def _report(
         )
     for node, form in roles.gates[1:]:
         entries["g (second factor)"] = _role(analysis, node, f"log decay = {form.name}")
+    for i, node in enumerate(roles.own.beside if roles.own is not None else ()):
+        entries["own term" if not i else f"own term (factor {i + 1})"] = _role(analysis, node, "")
     if roles.initial_state is not None:
         entries["initial_state"] = _role(analysis, roles.initial_state, "")
     end = _end(analysis, region)
@@ -709,6 +750,7 @@ def _report(
             f"{len(region.user_nodes)} nodes of your graph became one operator",
             *([f"k is multiplied with {roles.write_factor} of the decay a"] if roles.write_factor else []),
             *([f"a position reads the state before its own write, {roles.before}"] if roles.before else []),
+            *([_told(analysis, roles.own)] if roles.own else []),
             *([f"what a position reads is multiplied by {roles.rows}"] if roles.rows else []),
             *([f"log decay of each head: {_listed(roles.constant)}"] if roles.constant else []),
             *(f"the values of `{mask.name}` were taken as they are" for mask in region.masks),
@@ -717,6 +759,11 @@ def _report(
         check_error=match.error,
         sizes_checked=list(match.sizes),
     )
+
+
+def _told(analysis: Analysis, own: OwnTerm) -> str:
+    of = ", ".join(map(analysis.described, own.inputs))
+    return f"a position adds {own.weight:g} times the product of {of} at its own place"
 
 
 def _listed(values: Sequence[float]) -> str:

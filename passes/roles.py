@@ -14,8 +14,9 @@ recurrence on random values at several sizes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,6 +27,9 @@ from zeco_compile.passes.axes import Atom
 from zeco_compile.passes.layout import (
     Canonical,
     CanonicalAxes,
+    Operations,
+    TensorOperations,
+    arrange,
     canonical_value,
     from_canonical_state,
     from_canonical_value,
@@ -97,13 +101,40 @@ BEFORE = ("kept", "decayed")
 
 
 @dataclass(frozen=True)
+class OwnTerm:
+    """What a position takes from its own token beside what it reads of the state: `weight` times the product of
+    `inputs`, summed over the axes of keys. The bonus of RWKV, `(q . (u * k)) v`, a diagonal that no gate is applied to,
+    or a skip connection."""
+
+    inputs: tuple[fx.Node, ...]
+    beside: tuple[fx.Node, ...] = ()
+    """Those of the inputs that the state has nothing of."""
+    weight: float | None = None
+    """Of the recurrence's scale; None before it has been measured."""
+
+    def arranged(
+        self, ops: Operations, axes: CanonicalAxes, values: Mapping[fx.Node, Any]
+    ) -> tuple[Any | None, Any]:
+        """The factors with an axis of keys, [B, T, H, K], if there are any, and the others, [B, T, H, V]."""
+        key = [n for n in self.inputs if set(_atoms(axes.analysis, n)) & set(axes.key)]
+        others = [n for n in self.inputs if n not in key]
+        of_keys = arrange(ops, axes, Canonical.KEY, key, values) if key else None
+        return of_keys, arrange(ops, axes, Canonical.VALUE, others, values)
+
+    def fits(self, axes: CanonicalAxes) -> bool:
+        """Each of its inputs is a key or a value."""
+        return all(axes.covers(Canonical.KEY, n) or axes.covers(Canonical.VALUE, n) for n in self.inputs)
+
+
+@dataclass(frozen=True)
 class Roles:
     """A hypothesis about a region. Inputs are ATen nodes; k and v are products of the inputs named.
 
     `write_factor` names the function of the gate that k is multiplied with. `constant` are the log decays of a
     region that has no gate but forgets, one for each head. `before` says that a position reads the state before its
     own write (a strict mask): "decayed" by its own gate already, or "kept" as the position before has left it. What
-    each position reads is multiplied by `rows`. With a `second_gate` the decay is the product of both.
+    each position reads is multiplied by `rows`. With a `second_gate` the decay is the product of both. `own` is added
+    to what is read.
     """
 
     q: tuple[fx.Node, ...]
@@ -120,6 +151,7 @@ class Roles:
     rows: RowFactor | None = None
     second_gate: fx.Node | None = None
     second_form: GateForm | None = None
+    own: OwnTerm | None = None
 
     @property
     def gates(self) -> tuple[tuple[fx.Node, GateForm], ...]:
@@ -164,6 +196,10 @@ class Probe:
         return evaluate(self.region, values, self.sizes)
 
 
+_Run = Callable[[dict[fx.Node, torch.Tensor]], torch.Tensor]
+"""What is computed from values of a region's inputs."""
+
+
 def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Roles]:
     """Hypotheses about the region, to be checked. Raises NotLinearAttention if there can be none."""
     for node in region.inputs:
@@ -199,8 +235,15 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
     if not writers:
         raise NotLinearAttention("nothing is carried from one position to later ones linearly")
 
-    rows = row_dims(analysis, region.output)
-    reads_before = bool(rows and (as_rows(base, rows)[0] == 0).all())
+    in_rows = bool(row_dims(analysis, region.output))
+    own: OwnTerm | None = None
+    rest_of: _Run = probe.run
+    if in_rows:
+        own, rest_of = _find_own_term(probe, values, base, readers, writers, whole)
+    beside = own.beside if own is not None else ()
+    readers, whole = ([n for n in nodes if n not in beside] for nodes in (readers, whole))
+    reads_before = in_rows and not _moves_row(probe, rest_of, values, writers, 0, 0.0)
+    reads_kept = in_rows and bool(gates) and _reads_undecayed(probe, values, writers, gates[0])
     output_atoms = _atoms(analysis, region.output)
     outer = {a for n in (*gates, *readers) for a in _atoms(analysis, n)}
     value_atoms = [a for a in output_atoms if a not in outer]
@@ -216,35 +259,131 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
         )
         k = tuple(n for n in writers if n not in v)
         axes = CanonicalAxes.find(analysis, region.output, q, k, v, gates[0] if gates else None, value_atoms)
-        if axes is None:
+        if axes is None or (own is not None and not own.fits(axes)):
             continue
         state = candidate_states[0] if candidate_states else None
         if state is not None and not axes.covers(Canonical.STATE, state):
             continue
+        roles = Roles(q, k, v, None, None, state, axes, own=own)
         if len(gates) == 2:
             for form, second in _PAIRS_OF_FORMS:
                 if not reads_before:
-                    yield Roles(
-                        q, k, v, gates[0], form, state, axes, second_gate=gates[1], second_form=second
-                    )
+                    yield replace(roles, gate=gates[0], form=form, second_gate=gates[1], second_form=second)
             continue
+        own_write = replace(roles, before="kept", own=OwnTerm((*q, *k, *v)))
+        if gates:
+            ways = [replace(roles, before=way) for way in BEFORE] if reads_before else [roles]
+            if reads_kept and not reads_before and own is None:
+                ways = [own_write]
+            for form, factor, way in itertools.product(GATE_FORMS, (None, *WRITE_FACTORS), ways):
+                if factor is None or way.own is None:
+                    yield replace(way, gate=gates[0], form=form, write_factor=factor)
+            continue
+        alone = {n: torch.zeros_like(v) if n in beside else v for n, v in values.items()}
+        later = _constant_decay(probe, alone, writers, axes, after=1)
         if reads_before:
-            forms = [(gates[0], form) for form in GATE_FORMS] if gates else [(None, None)]
-            ways = BEFORE if gates else BEFORE[:1]
-            for (gate, form), factor, way in itertools.product(forms, (None, *WRITE_FACTORS), ways):
-                if state is None and (gate is not None or factor is None):
-                    yield Roles(q, k, v, gate, form, None, axes, write_factor=factor, before=way)
+            yield replace(roles, before="kept")
+            for each in BEFORE if later is not None else ():
+                yield replace(roles, before=each, constant=later)
             continue
-        if not gates:
-            yield Roles(q, k, v, None, None, state, axes)
-            constant = _constant_decay(probe, values, writers, axes)
-            if constant is not None:
-                yield Roles(q, k, v, None, None, state, axes, constant=constant)
-            by_rows = _decay_by_rows(probe, values, writers, axes)
-            if by_rows is not None:
-                yield Roles(q, k, v, None, None, state, axes, constant=by_rows)
-        for form, factor in itertools.product(GATE_FORMS if gates else (), (None, *WRITE_FACTORS)):
-            yield Roles(q, k, v, gates[0], form, state, axes, write_factor=factor)
+        yield roles
+        constant = _constant_decay(probe, alone, writers, axes, after=0 if own is None else 1)
+        if constant is not None:
+            yield replace(roles, constant=constant)
+        by_rows = _decay_by_rows(probe, values, writers, axes)
+        if by_rows is not None:
+            yield replace(roles, constant=by_rows)
+        if own is None:
+            yield replace(own_write, constant=later)
+
+
+def _find_own_term(
+    probe: Probe,
+    values: dict[fx.Node, torch.Tensor],
+    base: torch.Tensor,
+    readers: Sequence[fx.Node],
+    writers: Sequence[fx.Node],
+    whole: Sequence[fx.Node],
+) -> tuple[OwnTerm | None, _Run]:
+    """The term of the output that a position computes from its own token, if something has no part in the state or
+    nothing of it, and what computes the others.
+
+    An input that all of the output is linear in makes all of it vanish. With another there are two terms, one with it
+    and one without.
+    """
+    allowed = TOLERANCE * float(base.abs().max())
+
+    def vanishes(x: torch.Tensor) -> bool:
+        return bool((x.abs() <= allowed).all())
+
+    def without(values: dict[fx.Node, torch.Tensor], node: fx.Node) -> dict[fx.Node, torch.Tensor]:
+        return {**values, node: torch.zeros_like(values[node])}
+
+    changed = {n: v if n in (*readers, *writers, *whole) else v * 0.9 for n, v in values.items()}
+    elsewhere = _with_row(probe, changed, writers, 1, 0.0)
+    for node in (*readers, *whole):
+        if vanishes(probe.run(without(values, node))):
+            continue
+
+        def other(values: dict[fx.Node, torch.Tensor], node: fx.Node = node) -> torch.Tensor:
+            return probe.run(without(values, node))
+
+        def its(values: dict[fx.Node, torch.Tensor], node: fx.Node = node) -> torch.Tensor:
+            return probe.run(values) - probe.run(without(values, node))
+
+        for term, rest in ((its, other), (other, its)):
+            difference = _rows_of(probe, term(elsewhere) - term(values))
+            if not vanishes(torch.cat([difference[:1], difference[2:]])):
+                continue  # what is written at one position is read at others, or decays
+            inputs = tuple(n for n in (*readers, *whole, *writers) if vanishes(term(without(values, n))))
+            beside = tuple(n for n in inputs if not vanishes(rest(without(values, n))))
+            if any(n in writers or (n in readers and n in beside) for n in inputs):
+                return OwnTerm(inputs, beside), rest
+    return None, probe.run
+
+
+def _rows_of(probe: Probe, output: torch.Tensor) -> torch.Tensor:
+    """[T, ...] of the region's output."""
+    rows = row_dims(probe.analysis, probe.region.output)
+    assert rows, "it has been asked for"
+    return as_rows(output, rows)
+
+
+def _with_row(
+    probe: Probe, values: dict[fx.Node, torch.Tensor], nodes: Sequence[fx.Node], row: int, factor: float
+) -> dict[fx.Node, torch.Tensor]:
+    """The values with one row of these inputs multiplied by a number; the whole input where it has no rows."""
+    out = dict(values)
+    for node in nodes:
+        along = row_dims(probe.analysis, node)
+        if not along:
+            out[node] = values[node] * factor
+            continue
+        rows = as_rows(values[node], along).clone()
+        rows[row] *= factor
+        out[node] = from_rows(rows, along, values[node].shape)
+    return out
+
+
+def _moves_row(
+    probe: Probe,
+    run: _Run,
+    values: dict[fx.Node, torch.Tensor],
+    nodes: Sequence[fx.Node],
+    row: int,
+    factor: float,
+) -> bool:
+    """A row of what `run` computes moves when that of these inputs does."""
+    before, after = run(values), run(_with_row(probe, values, nodes, row, factor))
+    difference = _rows_of(probe, after - before)[row].abs()
+    return not bool((difference <= TOLERANCE * before.abs().max()).all())
+
+
+def _reads_undecayed(
+    probe: Probe, values: dict[fx.Node, torch.Tensor], writers: Sequence[fx.Node], gate: fx.Node
+) -> bool:
+    """A position's gate does not act on what it reads from those before it."""
+    return not _moves_row(probe, probe.run, _with_row(probe, values, writers, 1, 0.0), [gate], 1, 0.83)
 
 
 def _left_of_write(
@@ -294,13 +433,19 @@ def _decay_by_rows(
 
 
 def _constant_decay(
-    probe: Probe, values: dict[fx.Node, torch.Tensor], writers: Sequence[fx.Node], axes: CanonicalAxes
+    probe: Probe,
+    values: dict[fx.Node, torch.Tensor],
+    writers: Sequence[fx.Node],
+    axes: CanonicalAxes,
+    *,
+    after: int = 0,
 ) -> tuple[float, ...] | None:
     """The log decay of each head in a region without a gate, from what is left at later positions of what was written
-    at the first. None if it is not one positive number for each head."""
+    at the first, from the one that is so many `after` it on. None if it is not one positive number for each head."""
     o = _left_of_write(probe, values, writers, axes, 0)
-    if o is None:
+    if o is None or o.shape[1] < after + 2:
         return None
+    o = o[:, after:]
     allowed = tolerance(probe.region)
     ratio = o[:, 1] / o[:, 0]
     head = ratio[:1, :, :1]
@@ -350,6 +495,8 @@ def check(
     sizes = _with_own_heads(roles, sizes)
     values, found = trials.at(roles, sizes, seed, extreme=extreme)
     expected = recurrence_of(roles, values, sizes)
+    if roles.own is not None and roles.own.weight is not None:
+        expected = expected + roles.own.weight * own_term_of(roles, values, sizes)
     if not (bool(torch.isfinite(found).all()) and bool(torch.isfinite(expected).all())):
         return 0.0, float("inf")
     norm = float((expected * expected).sum())
@@ -410,10 +557,35 @@ def recurrence_of(roles: Roles, values: dict[fx.Node, torch.Tensor], sizes: Size
     return from_canonical_value(roles.axes, o, sizes)
 
 
+def own_term_of(roles: Roles, values: dict[fx.Node, torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """The own term without its weight, in the shape of the region's output."""
+    assert roles.own is not None
+    of_keys, others = roles.own.arranged(TensorOperations(sizes), roles.axes, values)
+    term = others if of_keys is None else of_keys.sum(-1, keepdim=True) * others
+    return from_canonical_value(roles.axes, term, sizes)
+
+
+def own_weight(trials: Trials, roles: Roles, sizes: Sizes, seed: int) -> float | None:
+    """How much of the own term there is for one of the recurrence."""
+    sizes = _with_own_heads(roles, sizes)
+    values, output = trials.at(roles, sizes, seed)
+    terms = [recurrence_of(roles, values, sizes), own_term_of(roles, values, sizes)]
+    found = output.flatten()
+    if not all(bool(torch.isfinite(x).all()) for x in (found, *terms)):
+        return None
+    of_recurrence, of_own = (
+        torch.linalg.lstsq(torch.stack([term.flatten() for term in terms], 1), found[:, None])
+        .solution.flatten()
+        .tolist()
+    )
+    return of_own / of_recurrence if of_recurrence else None
+
+
 def row_factor(trials: Trials, roles: Roles, sizes: Sizes, seed: int) -> RowFactor | None:
     """By what the rows of the region's output differ from those of the recurrence, if by nothing else."""
     region, analysis = trials.region, trials.analysis
-    if piecewise(region, analysis) or roles.initial_state is not None or roles.before is not None:
+    plain = roles.initial_state is None and roles.before is None and roles.own is None
+    if piecewise(region, analysis) or not plain:
         return None
     sizes = _with_own_heads(roles, sizes)
     values, output = trials.at(roles, sizes, seed)

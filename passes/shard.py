@@ -22,6 +22,8 @@ from zeco_compile.passes.report import Communication, Decision, Report, op_name,
 from zeco_compile.passes.sharding_rules import plan
 from zeco_compile.passes.sorted_rows import departure
 
+aten = torch.ops.aten
+
 Fallback = Callable[[Analysis, fx.Node], Plan | None]
 
 
@@ -193,4 +195,27 @@ def _hints(analysis: Analysis, user_node: fx.Node, attempts: Sequence[tuple[fx.N
         hints.append(
             "if this is gated linear attention, call zeco_compile.gated_linear_attention(q, k, v, g) in its place"
         )
+    if (padding := _padding_before(analysis, user_node)) is not None:
+        hints.append(
+            f"the sequence is padded at {user_location(padding)}: project and gate the tokens alone, pad q, k, v "
+            "and the log decay (by zeros) where they are taken apart into chunks, and cut the result, [:, :T], where "
+            "the chunks are put together; give each rank more than one chunk"
+        )
     return hints
+
+
+def _padding_before(analysis: Analysis, user_node: fx.Node) -> fx.Node | None:
+    """The user's node that pads the sequence behind, if this one is computed from what it makes, or is it."""
+    padding: dict[fx.Node, fx.Node] = {}
+    for node in analysis.shadow.graph.nodes:
+        pads = node.target is aten.constant_pad_nd.default and any(
+            window is not None and window[0] == 0 and window[1] != 0
+            for window in map(analysis.track.axes.window_of, analysis.track.dims(node))
+        )
+        own = analysis.user_node(node)
+        from_padded = next((padding[source] for source in node.all_input_nodes if source in padding), None)
+        if (found := own if pads else from_padded) is not None:
+            padding[node] = found
+            if own is user_node:
+                return found
+    return None

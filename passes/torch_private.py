@@ -6,8 +6,10 @@ says which, and this file is the only one of the passes to change.
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +39,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import _CachingTorchDispatchMode as CachingMode
 
 
 class LoudBackendError(ShortenTraceback, UncapturedHigherOrderOpError):
@@ -206,6 +211,61 @@ def is_checkpoint(target: Any) -> bool:
 def is_selective_checkpoint(body: fx.GraphModule) -> bool:
     """The user decides which of its ops are recomputed (``context_fn``)."""
     return "_checkpoint_context_fn" in body.meta
+
+
+class _Asking(TorchDispatchMode):
+    """Asks the policy of a selective checkpoint for every op, as the mode of `torch.utils.checkpoint` does."""
+
+    def __init__(self, policy: Callable[..., CheckpointPolicy | bool]) -> None:
+        super().__init__()
+        self.policy = policy
+        self.answers: list[CheckpointPolicy] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func in SAC_IGNORED_OPS:
+            return out
+        known = {"is_recompute": False, "op_output": out}
+        wanted = inspect.signature(SelectiveCheckpointContext.__init__).parameters
+        context = SelectiveCheckpointContext(**{name: known[name] for name in known if name in wanted})
+        answer = self.policy(context, func, *args, **kwargs)
+        if isinstance(answer, bool):
+            answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
+        self.answers.append(answer)
+        return out
+
+
+class _OpByOp(fx.Interpreter):
+    """Runs a body and collects what has been answered for the ops of each node."""
+
+    def __init__(self, body: fx.GraphModule, asking: _Asking) -> None:
+        super().__init__(body)
+        self.asking = asking
+        self.answers: dict[fx.Node, list[CheckpointPolicy]] = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        asked = len(self.asking.answers)
+        result = super().run_node(node)
+        self.answers[node] = self.asking.answers[asked:]
+        return result
+
+
+def checkpoint_policies(
+    body: fx.GraphModule, fakes: Sequence[Any]
+) -> dict[fx.Node, list[CheckpointPolicy]] | None:
+    """What the policy of a selective checkpoint says of the ATen ops of each node of its body, on these arguments.
+
+    None for a ``context_fn`` that does not come from ``create_selective_checkpoint_contexts``.
+    """
+    forward, *_ = body.meta["_checkpoint_context_fn"]()
+    if not isinstance(forward, CachingMode):
+        return None
+    mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), nullcontext())
+    run = _OpByOp(body, _Asking(forward.policy_fn))
+    with mode, run.asking:
+        run.run(*fakes)
+    return run.answers
 
 
 def new_checkpoint() -> int:

@@ -148,6 +148,8 @@ def rewrite(
         dump.graph(f"after_{name}", gm)
     if work.look is not None:
         try:
+            report.decisions += work.look.take_numbers()
+            gm.recompile()
             work.look.compare()
         except LengthInValue as another_program:
             if broken is None:

@@ -6,7 +6,8 @@ may be the length of the slice, a step may be special (`if t == 0`, `t % 64 == 0
 with a symbol may have taken a way that the whole sequence would not have taken (`if T % chunk: pad`). So the
 user's function is traced once more, on longer inputs, and both traces are compared: what differs depends on the
 length in a way that is not known, and is refused. Masks and positions, which softmax attention needs for the whole
-sequence, take their numbers from the second trace (`SecondLook.at_whole_length`, passes/keys.py).
+sequence, take their numbers from the second trace (`SecondLook.at_whole_length`, passes/keys.py), and so does what is
+computed of a sum over the sequence, `loss / T` (`take_numbers`).
 
 Nothing is run: the inputs of the second trace are the given ones, repeated.
 """
@@ -30,7 +31,7 @@ from zeco_compile.passes.errors import CompileError, LengthInValue
 from zeco_compile.passes.inputs import MARK, graph_inputs
 from zeco_compile.passes.length import ARITHMETIC, VALUES
 from zeco_compile.passes.locations import Location, user_location
-from zeco_compile.passes.report import op_name
+from zeco_compile.passes.report import Decision, op_name
 from zeco_compile.passes.schema import argument, operand
 from zeco_compile.passes.torch_private import (
     is_argument,
@@ -57,6 +58,8 @@ class Step:
     node: fx.Node | None = field(default=None, compare=False, repr=False)
     user_node: fx.Node | None = field(default=None, compare=False, repr=False)
     is_constant: bool = field(default=False, compare=False)
+    is_total: bool = field(default=False, compare=False)
+    """Elementwise, on values from inputs that have no rows of the sequence."""
 
     def __str__(self) -> str:
         return f"{self.op}({', '.join(self.numbers)})" if self.numbers else self.op
@@ -86,8 +89,19 @@ def steps_of(analysis: Analysis) -> list[Step]:
         user_node = analysis.user_node(node)
         numbers, along = tuple(_numbers(analysis, node)), _along(analysis, node)
         constant = analysis.is_constant(node)
+        total = torch.Tag.pointwise in node.target.tags and not constant and not _has_rows(analysis, node)
         out.append(
-            Step(op_name(node), numbers, user_location(user_node), along, reads, node, user_node, constant)
+            Step(
+                op_name(node),
+                numbers,
+                user_location(user_node),
+                along,
+                reads,
+                node,
+                user_node,
+                constant,
+                total,
+            )
         )
     return [*out, *_backwards(analysis.gm)]
 
@@ -105,6 +119,54 @@ def _backwards(gm: fx.GraphModule) -> Iterator[Step]:
 
 def _is_value(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor | list | tuple)
+
+
+def _has_rows(analysis: Analysis, node: fx.Node) -> bool:
+    return any(analysis.track.sequence_dims(each) for each in (node, *node.all_input_nodes))
+
+
+def _take_numbers(step: Step, other: Step) -> bool:
+    """Gives the node of the user's graph that made a step the numbers that another step was made with. False where
+    these are not what makes the steps differ."""
+    assert step.node is not None
+    assert step.user_node is not None
+    if other.node is None or other.user_node is None or step.user_node.target != other.user_node.target:
+        return False
+    wanted, given = _differing(step.node, other.node), _differing(step.user_node, other.user_node)
+    if not wanted or not given or sorted(wanted.values()) != sorted(given.values()):
+        return False
+    leaves, spec = pytree.tree_flatten((step.user_node.args, step.user_node.kwargs))
+    made = [given[i][1] if i in given else leaf for i, leaf in enumerate(leaves)]
+    step.user_node.args, step.user_node.kwargs = pytree.tree_unflatten(made, spec)
+    return True
+
+
+def _differing(node: fx.Node, other: fx.Node) -> dict[int, tuple[int | float, int | float]] | None:
+    """The numbers among the arguments of two nodes that are not the same, by their places; None where they differ by
+    more."""
+    own, spec = pytree.tree_flatten((node.args, node.kwargs))
+    theirs, other_spec = pytree.tree_flatten((other.args, other.kwargs))
+    if spec != other_spec:
+        return None
+    found = {}
+    for place, pair in enumerate(zip(map(_number, own), map(_number, theirs), strict=True)):
+        one, another = pair
+        if one is None or another is None:
+            tensors = isinstance(own[place], fx.Node) and isinstance(theirs[place], fx.Node)
+            if one is not another or not (tensors or own[place] == theirs[place]):
+                return None
+        elif one != another:
+            found[place] = one, another
+    return found
+
+
+def _number(value: Any) -> int | float | None:
+    """A number, or that which a node of the graph stands for."""
+    if isinstance(value, fx.Node):
+        value = value.meta.get("example_value", value.meta.get("val"))
+        if isinstance(value, torch.SymInt | torch.SymFloat) and value.node.expr.is_number:
+            value = int(value) if isinstance(value, torch.SymInt) else float(value)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _along(analysis: Analysis, node: fx.Node) -> tuple[str, ...]:
@@ -275,6 +337,37 @@ class SecondLook:
 
         _compare(seen(self.first), seen(second), self.length, self.longer)
 
+    def take_numbers(self) -> list[Decision]:
+        """Gives elementwise ops on values that do not run along the sequence (the sum of a loss, counts) the numbers
+        that they have in the other trace, where that is of the whole sequence. Returns what has been changed.
+
+        Such a value is the unsharded model's on every rank; so what is computed of it is, with that model's numbers.
+        """
+        if self.length == 1 or len(self.second) != len(self.first) or not self._is_whole:
+            return []
+        there, groups = set(self.gm.graph.nodes), Counter(step.user_node for step in self.first)
+        taken = []
+        for place, (one, other) in enumerate(zip(self.first, self.second, strict=True)):
+            same = replace(one, numbers=other.numbers)
+            if one.numbers == other.numbers or same.what != other.what or one.user_node not in there:
+                continue
+            if one.user_node is None or not one.is_total or groups[one.user_node] != 1:
+                continue
+            if _take_numbers(one, other):
+                self.first[place] = same
+                name = op_name(one.user_node)
+                found = f"{', '.join(one.numbers)} of the slice became {', '.join(other.numbers)}"
+                taken.append(
+                    Decision(
+                        str(one.user_node), name, "the number of the whole sequence", one.location, found
+                    )
+                )
+        return taken
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.longer == self.length * self.world_size
+
     @cached_property
     def _places(self) -> dict[fx.Node, int]:
         return {step.node: place for place, step in enumerate(self.first) if step.node is not None}
@@ -288,7 +381,7 @@ class SecondLook:
             parts = [] if source is None else [n for n in source.users if n.target is operator.getitem]
             return next((n for n in parts if n.args[1] == node.args[1]), None)
         second, place = self.second, self._places.get(node)
-        if place is None or len(second) != len(self.first) or self.longer != self.length * self.world_size:
+        if place is None or len(second) != len(self.first) or not self._is_whole:
             return None
         other = second[place].node
         return other if other is not None and other.target is node.target else None
@@ -368,6 +461,7 @@ def _refuse(step: Step, before: str, after: str, length: int, longer: int) -> No
         "cannot be seen: the length is a constant here (a loop over it, a function of it, or one token per rank).",
         hints=[
             "do not compute with the length, or with the number of a step, beside a loop over the sequence",
-            "give each rank more tokens, if the model treats some of the first ones in another way",
+            "give each rank more tokens, if the model treats some of the first ones in another way, or whole chunks, "
+            "if it pads the last one",
         ],
     )

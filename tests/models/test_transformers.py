@@ -115,7 +115,7 @@ def test_model_equals_itself_unsharded(name: str) -> None:
     assert [region["family"] for region in found.regions] == [family] * REGIONS[name]
 
 
-@pytest.mark.parametrize("name", ["mixtral", "granitemoehybrid"])
+@pytest.mark.parametrize("name", ["mixtral", "granitemoehybrid", "minimax"])
 def test_load_balancing_loss_is_that_of_all_tokens(name: str) -> None:
     if os.environ.get("ZECO_MODELS") != "all":
         pytest.skip("ZECO_MODELS=all runs it")

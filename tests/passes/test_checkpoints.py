@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.testing import assert_equivalent, assert_refused
@@ -55,7 +56,18 @@ def _two_results(layer: Layer, x: Tensor) -> Tensor:
     return y * gate.sigmoid()
 
 
-@pytest.mark.parametrize("run", [_plain, _nested, _two_results])
+def _policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    kept = op is torch.ops.aten.bmm.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keeping_products(layer: Layer, x: Tensor) -> Tensor:
+    """The products of the attention are kept, and the projections are computed again."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+
+
+@pytest.mark.parametrize("run", [_plain, _nested, _two_results, _keeping_products])
 def test_checkpointed_layers_are_recognised(run):
     found = assert_equivalent(lambda: Model(run), lambda: torch.randn(2, 10, 8), world_size=2)
     assert [region["family"] for region in found.regions] == ["per channel"] * 2
@@ -88,17 +100,38 @@ def test_a_checkpointed_layer_scans_again_in_the_backward(ranks):
         assert backward == ["scan_start reverse"] * 2
 
 
-def _contexts() -> object:
-    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+def _keeping_projections(layer: Layer, x: Tensor) -> Tensor:
+    projections = [torch.ops.aten.addmm.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, projections)
+    return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
 
 
-def _saving_products(layer: Layer, x: Tensor) -> Tensor:
-    return checkpoint(layer, x, use_reentrant=False, context_fn=_contexts)
+def test_what_the_policy_keeps_is_not_computed_again(ranks):
+    """A region is what it stands for: with the products of the attention, the scan is kept."""
+    for forward, backward in ranks(2).run(_scans, _keeping_products):
+        assert forward == ["scan_start"] * 2
+        assert backward == ["scan_start reverse"] * 2
+    for forward, backward in ranks(2).run(_scans, _keeping_projections):
+        assert forward == ["scan_start"] * 2
+        assert backward == ["scan_start"] * 2 + ["scan_start reverse"] * 2
 
 
-def test_selective_checkpointing_is_refused_by_name():
+class _Contexts(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def _own_contexts() -> object:
+    return _Contexts(), _Contexts()
+
+
+def _in_own_contexts(layer: Layer, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=False, context_fn=_own_contexts)
+
+
+def test_contexts_of_another_kind_are_refused_by_name():
     assert_refused(
-        lambda: Model(_saving_products),
+        lambda: Model(_in_own_contexts),
         lambda: torch.randn(2, 10, 8),
         world_size=2,
         error=UnsupportedOp,

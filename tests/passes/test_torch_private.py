@@ -259,6 +259,33 @@ def test_what_dynamo_makes_of_checkpoints_and_functions():
     torch._dynamo.reset()
 
 
+def test_the_policy_of_a_selective_checkpoint_is_asked_for_each_op():
+    torch._dynamo.reset()
+    seen = []
+
+    def backend(gm, example_inputs):
+        (node,) = (n for n in gm.graph.nodes if torch_private.is_checkpoint(n.target))
+        body = gm.get_submodule(node.args[0].target)
+        assert torch_private.is_selective_checkpoint(body)
+        fakes = [each.meta["example_value"] for each in node.args[1:]]
+        answers = torch_private.checkpoint_policies(body, fakes)
+        seen.extend((n.target, answer) for n, found in answers.items() for answer in found)
+        return gm.forward
+
+    def contexts():
+        return torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
+
+    def function(x):
+        return torch.utils.checkpoint.checkpoint(
+            lambda y: torch.cos(torch.sin(y)), x, use_reentrant=False, context_fn=contexts
+        )
+
+    torch.compile(function, backend=backend)(torch.randn(2, 5, requires_grad=True))
+    policy = torch.utils.checkpoint.CheckpointPolicy
+    assert seen == [(torch.sin, policy.MUST_SAVE), (torch.cos, policy.PREFER_RECOMPUTE)]
+    torch._dynamo.reset()
+
+
 def test_a_scan_is_one_node_whose_body_can_be_computed_for_all_steps():
     """The body takes carries, slices of what is scanned, and what is shared; and it knows the user's lines."""
     torch._dynamo.reset()

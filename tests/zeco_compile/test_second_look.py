@@ -30,11 +30,26 @@ class Model(nn.Module):
         return self.after(torch.stack(outputs, 1), x)
 
 
-FROM_THE_LENGTH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+OF_TOTALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum / T": lambda y, x: y.sum(1) / x.shape[1],
     "sum / (T + 1)": lambda y, x: y.sum(1) / (x.shape[1] + 1),
     "sum / (T // 2)": lambda y, x: y.sum(1) / (x.shape[1] // 2),
     "loss / T": lambda y, x: F.mse_loss(y, x, reduction="sum") / x.shape[1],
+    "product of means": lambda y, x: (y.sum(1) / float(x.shape[1])) * (x.sum(1) / float(x.shape[1])),
+}
+
+
+@pytest.mark.parametrize("length", [2, 4])
+@pytest.mark.parametrize("name", OF_TOTALS)
+def test_number_that_a_total_is_computed_with_is_that_of_the_whole_sequence(name: str, length: int) -> None:
+    after = OF_TOTALS[name]
+    found = assert_equivalent(
+        lambda: Model(after), lambda: torch.randn(2, 2 * length, 6, dtype=torch.float64), world_size=2
+    )
+    assert len(found.regions) == 1
+
+
+FROM_THE_LENGTH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "y / sqrt(T)": lambda y, x: y / math.sqrt(x.shape[1]),
     "y * log(T)": lambda y, x: y * math.log(x.shape[1]),
     "positions / T": lambda y, x: y * (torch.arange(x.shape[1], dtype=x.dtype) / x.shape[1])[:, None],

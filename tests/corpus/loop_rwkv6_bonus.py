@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"refused": r"near_rwkv6_bonus\.py"}
+EXPECTED = {"families": ["per channel"]}
 LOCAL_LENGTHS = (5,)
 
 

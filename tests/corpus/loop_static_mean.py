@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"refused": r"near_static_mean\.py", "or_equal": True}
+EXPECTED = {"families": ["per head and token"]}
 LOCAL_LENGTHS = (5,)
 
 
