@@ -3,7 +3,8 @@
 import torch
 
 EXPECTED = {"families": ["per channel"]}
-LOCAL_LENGTHS = (5, 3)
+LOCAL_LENGTHS = (5,)
+MORE_LOCAL_LENGTHS = (3,)
 
 
 def naive_recurrent_gla(q, k, v, gk):

@@ -87,7 +87,7 @@ def assert_recognised(program: Any, found: Equivalence) -> None:
 
 @pytest.mark.parametrize("spelling", strategies.SPELLINGS, ids=lambda spelling: spelling.name)
 def test_random_models_equal_themselves_unsharded(spelling: Any) -> None:
-    @profile(2)
+    @profile(1)
     @given(program=strategies.programs((spelling,)))
     def holds(program: Any) -> None:
         assert_recognised(program, equivalent(program, "aot_eager"))
@@ -117,6 +117,12 @@ def test_one_sequence_with_one_token_per_rank(spelling: Any) -> None:
         state=spelling.how == "by name",
         seed=0,
     )
+    assert_recognised(program, equivalent(program, "aot_eager"))
+
+
+@profile(4)
+@given(program=strategies.programs())
+def test_random_models_of_any_spelling_equal_themselves_unsharded(program: Any) -> None:
     assert_recognised(program, equivalent(program, "aot_eager"))
 
 
