@@ -230,8 +230,8 @@ class Convolved(nn.Module):
 @pytest.mark.parametrize(
     ("width", "local_length", "padding"),
     [
-        *[(4, 1, "cut"), (4, 2, "cut"), (4, 3, "cut"), (1, 2, "cut"), (6, 2, "cut")],
-        *[(4, 1, "pad"), (4, 2, "pad"), (4, 3, "pad"), (1, 1, "pad"), (6, 2, "pad")],
+        *[(4, 1, "cut"), (4, 3, "cut"), (1, 2, "cut"), (6, 2, "cut")],
+        *[(4, 1, "pad"), (4, 2, "pad"), (1, 1, "pad")],
     ],
 )
 def test_case_8_convolution_wider_than_the_shard(width: int, local_length: int, padding: str) -> None:

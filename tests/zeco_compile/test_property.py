@@ -120,7 +120,7 @@ def test_one_sequence_with_one_token_per_rank(spelling: Any) -> None:
     assert_recognised(program, equivalent(program, "aot_eager"))
 
 
-@profile(4)
+@profile(2)
 @given(program=strategies.programs())
 def test_random_models_of_any_spelling_equal_themselves_unsharded(program: Any) -> None:
     assert_recognised(program, equivalent(program, "aot_eager"))
