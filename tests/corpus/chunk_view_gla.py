@@ -5,7 +5,6 @@ from torch import nn
 
 EXPECTED = {"families": ["per channel"]}
 LOCAL_LENGTHS = (6,)
-MORE_LOCAL_LENGTHS = (3,)
 CHUNK = 3
 
 

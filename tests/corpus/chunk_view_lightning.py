@@ -5,7 +5,7 @@ from torch import nn
 
 EXPECTED = {"families": ["constant per head"]}
 LOCAL_LENGTHS = (6,)
-MORE_LOCAL_LENGTHS = (5, 4, 3)
+MORE_LOCAL_LENGTHS = (5,)
 BLOCK = 4
 
 
