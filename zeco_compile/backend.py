@@ -26,6 +26,7 @@ from torch import fx
 from zeco_compile import guards, rewrite, substitutes
 from zeco_compile.codegen import generate
 from zeco_compile.debug import DebugDump
+from zeco_compile.garbage import seldom_collected
 from zeco_compile.lowering import links
 from zeco_compile.lowering.agreement import check_agreement
 from zeco_compile.lowering.communicator import wire_of
@@ -50,7 +51,7 @@ def zeco(
 
     Returns a callable of the graph's inputs. Raises a `ZecoError` for everything that cannot be compiled.
     """
-    with refusing("the compilation of a graph"):
+    with refusing("the compilation of a graph"), seldom_collected():
         settings = Settings.parse(options)
         guards.refuse_graph_break(gm, settings)
         guards.refuse_last_recompilation()
