@@ -50,6 +50,14 @@ _SIZES = frozenset(
 )  # fmt: skip
 
 
+# What bounds a range is a value, but for the end of one that begins at 0, which is its size.
+_aten = torch.ops.aten
+BOUNDS: dict[Any, tuple[str, ...]] = {
+    **dict.fromkeys((_aten.arange.start, _aten.arange.start_step), ("start",)),
+    **dict.fromkeys((_aten.linspace.default, _aten.logspace.default), ("start", "end")),
+}
+
+
 def request_symbolic_length(inputs: Sequence[GraphInput], example_inputs: Sequence[Any]) -> None:
     """Asks Dynamo for a trace with a symbolic length, once per input tensor, by raising its restart.
 
@@ -147,13 +155,14 @@ def uses_of_length(analysis: Analysis, user_node: fx.Node) -> set[str]:
             continue
         given = [*zip(schema.arguments, node.args, strict=False)]
         given += [(p, node.kwargs[p.name]) for p in schema.arguments if p.name in node.kwargs]
+        bounds = BOUNDS.get(node.target, ())
         for parameter, value in given:
             leaves = value if isinstance(value, list | tuple) else [value]
             for leaf in leaves:
                 made = leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf
                 # as it was traced: what is simple for the lengths at hand need not be for the whole one
                 if isinstance(made, torch.SymInt | torch.SymFloat) and made.node.expr.free_symbols & symbols:
-                    names.add(parameter.name)
+                    names.add("value" if parameter.name in bounds else parameter.name)
     return names
 
 

@@ -29,7 +29,7 @@ from zeco_compile import torch_private
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis
 from zeco_compile.passes.errors import CompileError, LengthInValue
 from zeco_compile.passes.inputs import MARK, graph_inputs
-from zeco_compile.passes.length import ARITHMETIC, VALUES
+from zeco_compile.passes.length import ARITHMETIC, BOUNDS, VALUES
 from zeco_compile.passes.locations import Location, user_location
 from zeco_compile.passes.report import Decision, op_name
 from zeco_compile.passes.schema import argument, operand
@@ -231,27 +231,60 @@ def _is_owned(source: Any) -> bool:
 _KINDS = frozenset(
     {"Tensor", "number", "float", "bool", "int", "Optional[number]", "Optional[float]", "Optional[bool]"}
 )
-_SIZES = frozenset({"end", "index", "start", "length", "dim0", "dim1"})
+# Places and sizes along whatever dimension; `_elsewhere` shows those that are not along the sequence.
+_SIZES = frozenset({"end", "index", "start", "length"})
+_LISTS_OF_SIZES = frozenset(
+    {"size", "shape", "sizes", "split_sizes", "split_size", "repeats", "normalized_shape"}
+)
 _NUMBERS_OF_SIZE_TYPE = frozenset({"diagonal"})
+_aten = torch.ops.aten
+_STRIDED = (_aten.as_strided, _aten.empty_strided, _aten.new_empty_strided)
 
 
 def _numbers(analysis: Analysis, node: fx.Node) -> Iterator[str]:
-    schema = node.target._schema  # type: ignore[union-attr]
+    """All that an op is told besides its tensors, but for sizes and places along the sequence."""
+    target: Any = node.target
     user_node = analysis.user_node(node)
     fitted = user_node is not None and user_node.meta.get("zeco_fitted")
-    is_range = node.target in (torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
-    for index, parameter in enumerate(schema.arguments):
+    for index, parameter in enumerate(target._schema.arguments):
         value = node.args[index] if index < len(node.args) else node.kwargs.get(parameter.name)
-        if not isinstance(value, int | float):
-            continue
-        named = parameter.name in _NUMBERS_OF_SIZE_TYPE or (is_range and parameter.name == "start")
-        if named or (str(parameter.type) in _KINDS and parameter.name not in _SIZES):
-            shown = f"{value:.4g}" if fitted and isinstance(value, float) else repr(value)
-            yield f"{parameter.name}={shown}"
+        if isinstance(value, int | float):
+            named = parameter.name in _NUMBERS_OF_SIZE_TYPE or parameter.name in BOUNDS.get(target, ())
+            if named or (str(parameter.type) in _KINDS and parameter.name not in _SIZES):
+                shown = f"{value:.4g}" if fitted and isinstance(value, float) else repr(value)
+                yield f"{parameter.name}={shown}"
+        elif isinstance(value, str | complex | torch.dtype):
+            yield f"{parameter.name}={value}"
+        elif isinstance(value, list | tuple) and not _are_sizes(target, parameter.name):
+            yield from (f"{parameter.name}={each}" for each in _listed(analysis, node, value))
     for source in node.all_input_nodes:
-        constant = getattr(source.meta.get("val"), "constant", None)
-        if source.op == "get_attr" and isinstance(constant, torch.Tensor) and constant.numel() <= 16:
-            yield repr(constant.tolist())
+        if source.op == "get_attr":
+            yield from _constant(analysis, source)
+
+
+def _are_sizes(target: Any, name: str) -> bool:
+    return name in _LISTS_OF_SIZES or (name == "stride" and target.overloadpacket in _STRIDED)
+
+
+def _listed(analysis: Analysis, node: fx.Node, values: Sequence[Any]) -> Iterator[int | float]:
+    """The numbers of a list: dimensions, shifts, strides; of padding that of other dimensions than the sequence."""
+    along: set[int] = set()
+    if node.target is _aten.constant_pad_nd.default:
+        source = operand(node, 0)
+        last = source.meta["val"].dim() - 1
+        along = {2 * (last - dim) + side for dim in analysis.track.sequence_dims(source) for side in (0, 1)}
+    for place, value in enumerate(values):
+        if isinstance(value, int | float) and place not in along:
+            yield value
+
+
+def _constant(analysis: Analysis, source: fx.Node) -> Iterator[str]:
+    """What is in a tensor that the code has made of numbers, unless it has rows of the sequence."""
+    made = getattr(source.graph.owning_module, str(source.target), None)
+    if isinstance(made, torch.Tensor) and not analysis.track.sequence_dims(source):
+        content = getattr(made, "constant", made)
+        known = type(content) is torch.Tensor  # not a fake one
+        yield repr(content.tolist()) if known else "a constant that is not known"
 
 
 @dataclass
