@@ -287,7 +287,7 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
                 yield replace(roles, before=each, constant=later)
             continue
         yield roles
-        constant = _constant_decay(probe, alone, writers, axes, after=0 if own is None else 1)
+        constant = _constant_decay(probe, alone, writers, axes) if own is None else later
         if constant is not None:
             yield replace(roles, constant=constant)
         by_rows = _decay_by_rows(probe, values, writers, axes)

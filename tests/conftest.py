@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import torch.distributed as dist
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from zeco_compile.garbage import collect_seldom
 from zeco_compile.testing import run_on_ranks
 from zeco_compile.testing.pool import Pool, raise_failures
 from zeco_compile.testing.worker import Outcome
@@ -100,9 +100,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # As in the processes of the ranks: a compilation makes many objects that live, and few that are garbage.
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    collect_seldom()  # as in the processes of the ranks
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 

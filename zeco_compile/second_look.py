@@ -14,6 +14,7 @@ Nothing is run: the inputs of the second trace are the given ones, repeated.
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -283,8 +284,16 @@ def _constant(analysis: Analysis, source: fx.Node) -> Iterator[str]:
     made = getattr(source.graph.owning_module, str(source.target), None)
     if isinstance(made, torch.Tensor) and not analysis.track.sequence_dims(source):
         content = getattr(made, "constant", made)
-        known = type(content) is torch.Tensor  # not a fake one
-        yield repr(content.tolist()) if known else "a constant that is not known"
+        if type(content) is not torch.Tensor:
+            yield f"a constant that is not known, {id(made)}"  # like no other
+        elif content.numel() <= _MOST_SHOWN:
+            yield repr(content.tolist())
+        else:
+            raw = bytes(content.contiguous().flatten().view(torch.uint8).tolist())
+            yield f"{content.numel()} numbers ({hashlib.sha256(raw).hexdigest()[:16]})"
+
+
+_MOST_SHOWN = 16
 
 
 @dataclass

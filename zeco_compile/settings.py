@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from zeco_compile.errors import InvalidOption
 from zeco_compile.lowering.communicator import members
@@ -180,7 +180,7 @@ def _absolute(path: str | bytes) -> Path:
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "seq_dim": _check_seq_dim,
-    "schedule": _choice("auto", "all_scan", "all_scan_tree", "two_level", "lasp1", "lasp2"),
+    "schedule": _choice(*get_args(Schedule)),
     "blocks": _check_blocks,
     "overlap": _check_flag,
     "on_unsupported": _choice("error", "gather"),

@@ -7,7 +7,6 @@ worker.py. There is one such process for each environment that workers were aske
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -19,6 +18,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+
+from zeco_compile.garbage import collect_seldom
 
 _IGNORED = (
     "PYTEST_CURRENT_TEST",
@@ -106,10 +107,7 @@ def main() -> None:
     """Imports, then forks when asked, until the socket closes."""
     ours = socket.socket(fileno=int(sys.argv[1]))
     _import_everything()
-    # What the forks share is no garbage of theirs, and a compilation makes many objects that live: with the usual
-    # thresholds a tenth of a rank's time is looking for garbage.
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    collect_seldom()  # looking for garbage is a fifth of a rank's time otherwise
     codes: dict[int, int] = {}
     while True:
         try:
