@@ -35,7 +35,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    maybe_enable_thunkify,
+    py_sym_types,
+)
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
@@ -100,11 +106,12 @@ def trace_functional(function: Callable[..., Any], fakes: Sequence[Any]) -> fx.G
 
     Must run inside the fake mode of `fakes`. The outputs are the tensors that `function` returned, then the
     final values of its inputs (changed or not); what else is dead is dropped by `make_fx`. Nodes of values in
-    between are found by `traced_node` while `function` runs.
+    between are found by `traced_node` while `function` runs. What PyTorch itself computes from symbolic sizes (is it
+    contiguous? how much memory?) has no nodes: they were nine of ten, and a fifth of the time.
     """
 
     def functional(*args: Any) -> list[Any]:
-        with FunctionalTensorMode() as functionalising:
+        with maybe_enable_thunkify(), FunctionalTensorMode() as functionalising:
             give_tokens(functionalising)
             wrapped = [FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in args]
             results = [r for r in pytree.tree_leaves(function(*wrapped)) if isinstance(r, torch.Tensor)]
@@ -139,9 +146,18 @@ def tracing_graph() -> fx.Graph | None:
 
 
 def traced_node(value: Any) -> Any:
-    """The node of the graph being traced that holds this tensor's present value; other values as they are."""
+    """The node of the graph being traced that holds this tensor's present value; other values as they are.
+
+    A number that was computed from sizes gets its node now: `trace_functional` puts that off, and a long chain of
+    such numbers would be too deep to be made up for at its end.
+    """
     mode = get_proxy_mode()
     if mode is None:
+        return value
+    if isinstance(value, py_sym_types):
+        slot = get_proxy_slot(value, mode.tracer, None)
+        if slot is not None:
+            slot.force()
         return value
     if isinstance(value, FunctionalTensor):
         torch._sync(value)

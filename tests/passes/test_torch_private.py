@@ -1,6 +1,7 @@
 """Every piece of private PyTorch API that the passes use still is where it was and does what it did."""
 
 import math
+import operator
 
 import pytest
 import torch
@@ -143,6 +144,38 @@ def test_trace_functional_gives_values_of_in_place_code_as_they_were_read():
     assert second.args[0] is first
     assert number == 7
     assert {first, second} <= set(gm.graph.nodes)
+
+
+def test_numbers_have_nodes_only_where_they_are_read():
+    """A long chain of numbers too, which nobody asks for before its end."""
+    traced, made = [], []
+
+    def longer(x):
+        number = x.shape[0]
+        for _ in range(2000):
+            number = number + 1
+            torch_private.traced_node(number)
+        return x.new_zeros(number)
+
+    def flat(x):
+        y = x.flatten() + 1
+        made.extend(torch_private.tracing_graph().nodes)
+        return y
+
+    def backend(gm, example_inputs):
+        mode, fakes = torch_private.fake_inputs(gm, example_inputs)
+        x = next(fake for fake in fakes if isinstance(fake, torch.Tensor))
+        with mode, torch.no_grad():
+            traced.append(torch_private.trace_functional(longer, [x]))
+            torch_private.trace_functional(flat, [x])
+        return gm
+
+    x = torch.ones(5, 3)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch.compile(lambda x: x.flatten(), backend=backend)(x)
+    assert sum(node.target is operator.add for node in traced[0].graph.nodes) == 2000
+    sizes = [node.target for node in made if node.target in (operator.add, operator.mul)]
+    assert sizes == [operator.mul]  # what the view gets, and not how much memory it takes
 
 
 def test_outside_of_a_trace_there_is_no_graph_and_values_are_themselves():
