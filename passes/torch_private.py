@@ -155,7 +155,7 @@ def traced_node(value: Any) -> Any:
     if mode is None:
         return value
     if isinstance(value, py_sym_types):
-        slot = get_proxy_slot(value, mode.tracer, None)
+        slot: Any = get_proxy_slot(value, mode.tracer, None)
         if slot is not None:
             slot.force()
         return value
@@ -163,7 +163,7 @@ def traced_node(value: Any) -> Any:
         torch._sync(value)
         value = torch._from_functional_tensor(value.elem)
     if isinstance(value, torch.Tensor):
-        slot = get_proxy_slot(value, mode.tracer, None)
+        slot: Any = get_proxy_slot(value, mode.tracer, None)
         return None if slot is None else slot.proxy.node
     return value
 
