@@ -155,15 +155,15 @@ def traced_node(value: Any) -> Any:
     if mode is None:
         return value
     if isinstance(value, py_sym_types):
-        slot: Any = get_proxy_slot(value, mode.tracer, None)
-        if slot is not None:
-            slot.force()
+        number: Any = get_proxy_slot(value, mode.tracer, None)
+        if number is not None:
+            number.force()
         return value
     if isinstance(value, FunctionalTensor):
         torch._sync(value)
         value = torch._from_functional_tensor(value.elem)
     if isinstance(value, torch.Tensor):
-        slot: Any = get_proxy_slot(value, mode.tracer, None)
+        slot = get_proxy_slot(value, mode.tracer, None)
         return None if slot is None else slot.proxy.node
     return value
 
