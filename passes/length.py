@@ -3,8 +3,9 @@
 In sizes (a view, a factory, the end of a slice) the slice's length is right. In values (`x.sum(1) / T`,
 `torch.full((), T)`, `scores / T ** 0.5`) it is not. Dynamo is asked to trace the length as a symbol
 (`request_symbolic_length`), and then every value that a symbolic number enters is given the same expression of the
-global length (`globalise_length`). Where the user's code fixes the length to a constant (a loop over it), the
-constants are all that is seen; what depends on the length is found by a trace at another one (second_look.py).
+global length (`globalise_length`); when all that is done the code is made for one length (`fix_length`). Where the
+user's code fixes the length to a constant (a loop over it), the constants are all that is seen; what depends on the
+length is found by a trace at another one (second_look.py).
 """
 
 from __future__ import annotations
@@ -58,20 +59,46 @@ BOUNDS: dict[Any, tuple[str, ...]] = {
 }
 
 
-def request_symbolic_length(inputs: Sequence[GraphInput], example_inputs: Sequence[Any]) -> None:
+_ASKED = "_zeco_symbolic_dim"
+"""Attribute of a tensor whose length is a symbol because it was asked for here, and not by the user."""
+
+
+def request_symbolic_length(
+    gm: fx.GraphModule, inputs: Sequence[GraphInput], example_inputs: Sequence[Any]
+) -> None:
     """Asks Dynamo for a trace with a symbolic length, once per input tensor, by raising its restart.
 
     A length of one cannot be a symbol, and a code that fixes the length will get a constant again.
     """
+    _, fakes = torch_private.fake_inputs(gm, example_inputs)
     asked = False
     for each in inputs:
-        if each.along is None:
+        if each.along is None or torch_private.sizes_may_vary():
             continue
-        tensor = example_inputs[each.index]
-        if tensor.shape[each.along] > 1 and torch_private.mark_weakly_dynamic(tensor, each.along):
+        tensor, size = example_inputs[each.index], fakes[each.index].shape[each.along]
+        if isinstance(size, int) and size > 1 and torch_private.mark_weakly_dynamic(tensor, each.along):
+            setattr(tensor, _ASKED, each.along)
             asked = True
     if asked:
         torch_private.restart_trace("zeco: trace the sequence length as a symbol")
+
+
+def fix_length(
+    gm: fx.GraphModule, inputs: Sequence[GraphInput], example_inputs: Sequence[Any]
+) -> tuple[fx.GraphModule, list[int], list[Any]]:
+    """The rewritten graph with a constant length again, where that was a symbol for our sake alone: as `torch.compile`
+    has it, the code is for one length, and for all of them once a second one has come or if the user asks for it.
+    With a symbol it takes twice the time to compile. Returns the graph, which inputs are left, and those.
+    """
+    asked = [
+        (each.index, each.along)
+        for each in inputs
+        if each.along is not None and getattr(example_inputs[each.index], _ASKED, None) == each.along
+    ]
+    everything = gm, list(range(len(example_inputs))), list(example_inputs)
+    if not asked or torch_private.sizes_may_vary():
+        return everything
+    return torch_private.with_constant_sizes(gm, example_inputs, asked) or everything
 
 
 def request_constant_length(

@@ -33,7 +33,7 @@ from torch._higher_order_ops.wrap import uid as checkpoint_numbers
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
@@ -342,6 +342,62 @@ def mark_weakly_dynamic(tensor: torch.Tensor, dim: int) -> bool:
         return False
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
     return True
+
+
+def sizes_may_vary() -> bool:
+    """Whether every size is traced as a symbol, as `torch.compile(dynamic=True)` asks for."""
+    return not torch._dynamo.config.assume_static_by_default
+
+
+def with_constant_sizes(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], fixed: Sequence[tuple[int, int]]
+) -> tuple[fx.GraphModule, list[int], list[Any]] | None:
+    """`gm` for inputs of constant sizes, if all that is symbolic in them are the dimensions `fixed`, each an input and
+    a dimension. Returns a graph without the numbers among the inputs, which inputs are left, and those, to be given
+    to AOTAutograd; None if others are symbolic too.
+
+    Dynamo is told by guards that the code is for these sizes, and traces again for others. Its own graph stays as it
+    is: from that it takes what to call the code with.
+    """
+    mode, fakes = fake_inputs(gm, example_inputs)
+    if any(isinstance(value, FakeTensor) for value in example_inputs):
+        return None
+    known = {symbol for index, dim in fixed for symbol in symbols_of_size(fakes[index].shape[dim])}
+    tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
+    numbers = [n for t in tensors for n in (*t.shape, *t.stride(), t.storage_offset())]
+    numbers += [fake for fake in fakes if not isinstance(fake, torch.Tensor)]
+    symbolic = [n for n in numbers if isinstance(n, py_sym_types)]
+    free = {symbol for n in symbolic for symbol in n.node.expr.free_symbols}
+    if not symbolic or not free <= known or not all(isinstance(n, torch.SymInt) for n in symbolic):
+        return None
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    constant = FakeTensorConverter()  # the mode's own remembers the symbols
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    kept, inputs = [], []
+    for index, (node, value, fake) in enumerate(zip(placeholders, example_inputs, fakes, strict=True)):
+        if isinstance(fake, torch.SymInt):
+            _put_in_place_of(node, int(fake))  # which makes a guard
+            graph.erase_node(node)
+            continue
+        kept.append(index)
+        if isinstance(fake, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in fake.shape):
+            for size in fake.shape:
+                int(size)  # a guard
+            inputs.append(constant.from_real_tensor(mode, value))
+        else:
+            inputs.append(value)
+    constant_gm = fx.GraphModule(gm, graph)
+    constant_gm.meta.update(gm.meta)
+    return constant_gm, kept, inputs
+
+
+def _put_in_place_of(node: fx.Node, number: int) -> None:
+    def changed(argument: fx.Node) -> Any:
+        return number if argument is node else argument
+
+    for user in list(node.users):
+        user.args, user.kwargs = fx.node.map_arg(user.args, changed), fx.node.map_arg(user.kwargs, changed)
 
 
 def mark_constant(tensor: torch.Tensor, dim: int) -> None:

@@ -33,13 +33,15 @@ from zeco_compile.lowering.communicator import wire_of
 from zeco_compile.passes.branches import assumptions
 from zeco_compile.passes.errors import refusing
 from zeco_compile.passes.inputs import first_device, graph_inputs
-from zeco_compile.passes.length import request_constant_length, request_symbolic_length
+from zeco_compile.passes.length import fix_length, request_constant_length, request_symbolic_length
 from zeco_compile.passes.report import Report
 from zeco_compile.report_log import keep
 from zeco_compile.settings import Settings
 
 _graph_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-"""Per group, so that ranks agree on them whatever else they compile."""
+_agreed: defaultdict[str, int] = defaultdict(int)
+"""Per group, how many graphs its ranks have compiled alike. A compilation that failed is not among them: it may have
+been one rank's alone, which got a slice of another length."""
 
 substitutes.install()  # imported when torch.compile() looks the backend up, before anything is traced
 
@@ -58,7 +60,7 @@ def zeco(
         guards.refuse_unknown_intermediates(gm, example_inputs, settings)
         inputs = graph_inputs(gm, example_inputs, settings.seq_dim)
         if settings.world_size > 1:
-            request_symbolic_length(inputs, example_inputs)
+            request_symbolic_length(gm, inputs, example_inputs)
             request_constant_length(gm, inputs, example_inputs)
         assumed = assumptions(gm, inputs, example_inputs)
 
@@ -72,10 +74,13 @@ def zeco(
             rewritten = rewrite.rewrite(gm, example_inputs, settings, ranks, report, dump, assumed)
             lengths = guards.lengths(inputs, example_inputs)
             assumed.refuse_broken(max(lengths, default=0) * settings.world_size)
-            check_agreement(settings.group, f"graph {number}", rewrite.decided(report, operations), lengths)
+            key = f"graph {_agreed[settings.group]}"
+            check_agreement(settings.group, key, rewrite.decided(report, operations), lengths)
+            _agreed[settings.group] += 1
             if ranks.world_size > 1 and report.regions:
                 wire = wire_of(settings.group, first_device(example_inputs))
                 rewrite.report_scans(report, settings, ranks, links.of_group(settings.group), wire)
-            compiled = generate(gm, example_inputs, settings)
+            fixed, kept, left = fix_length(gm, inputs, example_inputs)
+            compiled = generate(fixed, left, settings)
         keep(report)
-        return guards.checked(compiled, inputs, rewritten, assumed, example_inputs, settings, number)
+        return guards.checked(compiled, kept, inputs, rewritten, assumed, example_inputs, settings, key)

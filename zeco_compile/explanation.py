@@ -52,7 +52,7 @@ def explain(
     def explaining(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         with refusing("the explanation of a graph"):
             inputs = graph_inputs(gm, example_inputs, settings.seq_dim)
-            request_symbolic_length(inputs, example_inputs)
+            request_symbolic_length(gm, inputs, example_inputs)
             request_constant_length(gm, inputs, example_inputs)
             assumed = assumptions(gm, inputs, example_inputs)
             report = Report(settings=settings.to_dict())

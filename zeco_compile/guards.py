@@ -42,22 +42,23 @@ def lengths(inputs: Sequence[GraphInput], values: Sequence[Any]) -> tuple[int, .
 
 def checked(
     compiled: Callable[..., Any],
+    kept: Sequence[int],
     inputs: Sequence[GraphInput],
     rewritten: Rewritten,
     assumed: Assumptions,
     example_inputs: Sequence[Any],
     settings: Settings,
-    number: int,
+    key: str,
 ) -> Callable[..., Any]:
-    """`compiled` behind the checks of every call: the ranks' slices are equally long, each input runs along the
-    sequence in the dimension it was compiled for, the whole sequence is as long as the code's branches took for
-    granted, and the masks whose values were relied on are still those."""
+    """`compiled`, which takes the arguments `kept` of the graph's, behind the checks of every call: the ranks' slices
+    are equally long, each input runs along the sequence in the dimension it was compiled for, the whole sequence is
+    as long as the code's branches took for granted, and the masks whose values were relied on are still those."""
     relied_on = [_ReliedOn(mask, example_inputs[mask.index]) for mask in rewritten.masks]
     if settings.world_size == 1 and not relied_on:
-        return compiled
+        return compiled  # no symbol was asked for, and no argument has been dropped
     arguments = [each for each in inputs if each.kind == "argument"]
-    key = f"graph {number}"
     marks_results = settings.graph_breaks == "allow"
+    takes_all = len(kept) == len(example_inputs)
 
     def call(*values: Any) -> Any:
         for mask in relied_on:
@@ -68,7 +69,7 @@ def checked(
             rows = lengths(inputs, values)
             check_lengths(settings.group, rows, key)
             assumed.refuse_broken(max(rows, default=0) * settings.world_size)
-        results = compiled(*values)
+        results = compiled(*(values if takes_all else [values[index] for index in kept]))
         if marks_results:
             _mark(arguments, values, rewritten.output_dims, results)
         return results

@@ -1,0 +1,97 @@
+"""The code is for one length until a second one comes, as `torch.compile` has it, or the user asks for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zeco_compile.testing import run_on_ranks
+
+
+def _compiled_for(lengths: list[int], asked: str, codegen: str) -> dict[str, Any]:
+    """What each call gave and what the code of each compilation is for: constants, or symbols too."""
+    import torch.distributed as dist
+
+    from zeco_compile import backend, gated_linear_attention, mark_sequence
+
+    def model(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, g = (x @ w).unflatten(-1, (4, 2, 4)).unbind(2)
+        o = gated_linear_attention(q, k, v, -g.sigmoid())
+        rows = x.shape[0] * x.shape[1]
+        return o + o.sum(1, keepdim=True) / x.shape[1], o.reshape(rows, -1)[:, :3].sin().view(
+            x.shape[0], -1, 3
+        )
+
+    def inputs(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(length)
+        x = torch.randn(
+            2 if asked != "batch" else length, length * dist.get_world_size(), 3, generator=generator
+        )
+        return x, torch.randn(3, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return x.chunk(dist.get_world_size(), 1)[dist.get_rank()]
+
+    def grads(results: Any, w: torch.Tensor, reduce: bool) -> torch.Tensor:
+        (grad,) = torch.autograd.grad(sum(r.square().sum() for r in results), [w])
+        if reduce:
+            dist.all_reduce(grad)
+        return grad
+
+    made: list[str] = []
+    generate = backend.generate
+
+    def noted(gm: Any, example_inputs: Any, settings: Any) -> Any:
+        made.append(
+            "constant" if all(isinstance(each, torch.Tensor) for each in example_inputs) else "symbol"
+        )
+        return generate(gm, example_inputs, settings)
+
+    torch._dynamo.reset()
+    backend.generate = noted  # type: ignore[assignment]
+    worst = 0.0
+    try:
+        compiled = torch.compile(
+            model,
+            backend="zeco",
+            fullgraph=True,
+            dynamic=True if asked == "dynamic" else None,
+            options={"codegen": codegen},
+        )
+        for length in lengths:
+            x, w = inputs(length)
+            mark_sequence(w, None)
+            mine = own(x).clone()
+            if asked == "mark":
+                torch._dynamo.mark_dynamic(mine, 1)
+            got, expected = compiled(mine, w), model(x, w)
+            pairs = [(one, own(other)) for one, other in zip(got, expected, strict=True)]
+            pairs.append((grads(got, w, True), grads(expected, w, False)))
+            worst = max(worst, *(float((a - b).abs().max() / b.abs().max()) for a, b in pairs))
+    finally:
+        backend.generate = generate
+        torch._dynamo.reset()
+    return {"made": made, "worst": worst}
+
+
+@pytest.mark.parametrize(
+    ("asked", "lengths", "made"),
+    [
+        ("nothing", [6, 6, 9, 5, 6], ["constant", "symbol"]),
+        ("dynamic", [6, 9, 5], ["symbol"]),
+        ("mark", [6, 9, 5], ["symbol"]),
+        ("batch", [6, 9, 5], ["constant", "symbol"]),
+    ],
+)
+def test_code_is_for_one_length_until_another_comes(asked: str, lengths: list[int], made: list[str]) -> None:
+    for result in run_on_ranks(_compiled_for, lengths, asked, "aot_eager", world_size=2):
+        assert result["made"] == made
+        assert result["worst"] < 1e-5
+
+
+def test_code_of_inductor_is_for_one_length_until_another_comes() -> None:
+    for result in run_on_ranks(_compiled_for, [6, 9, 5], "nothing", "inductor", world_size=2, timeout=300):
+        assert result["made"] == ["constant", "symbol"]
+        assert result["worst"] < 1e-5
