@@ -101,7 +101,7 @@ class _Plan:
         """One program a group of chunks, or with ``tiles`` a (group, tile of key channels); and how many a group has:
         where there are chunks enough for all of the device, several, since most programs find nothing to do."""
         across = self._key_tiles(name) if tiles else 1
-        count = max(1, min(_GROUP, self.every_chunk * across // (8 * self.processors)))
+        count = min(_GROUP, triton.cdiv(self.every_chunk * across, 8 * self.processors))
         return (triton.cdiv(self.every_chunk, count) * across,), count
 
     def _key_tiles(self, name: str) -> int:
@@ -176,13 +176,13 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
     return {
         # strong tiles take more, and ordinary ones longer if fewer of them fit a processor
         "operands": Launch(narrow if wide else half, 0, 4, 1, None if wide else 128),
-        "chunk_pairs": Launch(narrow if wide else half, 0, 4, 1),
+        "chunk_pairs": Launch(narrow if wide else half, 0, 4, 1, None if wide else 168),
         "segment_states": Launch(width, columns, _warps(width, columns, wide), 2 if wide else 3),
         "read_out": Launch(width, columns, _warps(width, columns, wide), fewer if wide or width > 128 else 3),
         "read_out_saving": Launch(width, saving, _warps(width, saving, wide), fewer),
         "pairs_backward": Launch(0, across, 4, 2),
         "operands_backward": Launch(narrow if wide else half, min(across, half), 4, 2 if wide else 3),
-        "strong_operands_backward": Launch(narrow, min(across, narrow), 4, 2),
+        "strong_operands_backward": Launch(narrow, min(across, narrow), 4, 1),
     }
 
 

@@ -21,6 +21,7 @@ from zeco_compile.kernels.triton_math import (
     chunk_factors,
     chunk_rows,
     gate_tile,
+    place,
     selected_sums,
     store_tile,
     tile,
@@ -43,8 +44,7 @@ def operands(
     tiles: tl.constexpr = WIDTH // BK
     chunk = (tl.program_id(0) // tiles).to(tl.int64)
     c = tl.program_id(0) % tiles * BK + tl.arange(0, BK)
-    bh, n = chunk // chunks, chunk % chunks
-    b, h = bh // heads, bh % heads
+    b, h, n = place(chunk, chunks, heads)
     rows = tl.arange(0, CHUNK)
     i, j = rows[:, None], rows[None, :]
     first, left = chunk_rows(n, tokens, CHUNK)
@@ -112,7 +112,8 @@ def _base(
     size = (1 << height)[:, None]
     # a block's first gate lies before all of its tokens
     between = ((j + CHUNK) >> height[:, None] == node[:, None]) & ((j & (size - 1)) != 0)
-    fits = tl.max(selected_sums(between, tl.abs(gate), DOT, PRECISION), 1) <= 2 * BLOCK_LIMIT
+    sums = tl.dot(between.to(DOT), tl.abs(gate).to(DOT), input_precision=PRECISION)
+    fits = tl.max(sums, 1) <= 2 * BLOCK_LIMIT
     return tl.min(tl.where(fits, LEVELS, height - 1), 0)
 
 
@@ -200,8 +201,7 @@ def chunk_pairs(
     i, j = rows[:, None], rows[None, :]
     for chunk in range(start, end):
         if ALL or _any_strong(strongs, chunk, end, WIDTH, 1):
-            bh, n = chunk // chunks, chunk % chunks
-            b, h = bh // heads, bh % heads
+            b, h, n = place(chunk, chunks, heads)
             first, left = chunk_rows(n, tokens, CHUNK)
             out = tl.zeros((CHUNK, CHUNK), tl.float32)
             for channel in range(0, WIDTH, BK):
@@ -392,8 +392,7 @@ def operands_backward(
     c = tl.program_id(0) % tiles * BK + tl.arange(0, BK)
     if tl.load(strongs + chunk * WIDTH + tl.program_id(0) % tiles * BK) != 0:
         return
-    bh, n = chunk // chunks, chunk % chunks
-    b, h = bh // heads, bh % heads
+    b, h, n = place(chunk, chunks, heads)
     rows = tl.arange(0, CHUNK)
     first, left = chunk_rows(n, tokens, CHUNK)
     at = rows[:, None] * WIDTH + c[None, :]
@@ -463,8 +462,7 @@ def _strong_chunk(
     K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr, GIVEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    bh, n = chunk // chunks, chunk % chunks
-    b, h = bh // heads, bh % heads
+    b, h, n = place(chunk, chunks, heads)
     rows = tl.arange(0, CHUNK)
     first, left = chunk_rows(n, tokens, CHUNK)
     q += b * q_b + h * q_h + first * q_t

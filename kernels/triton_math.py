@@ -15,6 +15,15 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def place(chunk, chunks, heads):
+    """Of one chunk of all: its batch and head, in 64 bits, and its number in the sequence. Divisions in 32 bits take a
+    fraction of the instructions."""
+    chunk = tl.cast(chunk, tl.int32)
+    bh = chunk // chunks
+    return (bh // heads).to(tl.int64), (bh % heads).to(tl.int64), chunk % chunks
+
+
+@triton.jit
 def chunk_rows(n, tokens, CHUNK: tl.constexpr):
     """Of chunk n: its first token, in 64 bits, and how many it has. Offsets inside of a chunk fit 32 bits."""
     first = tl.cast(n, tl.int64) * CHUNK
