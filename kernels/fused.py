@@ -101,7 +101,7 @@ class _Plan:
         """One program a group of chunks, or with ``tiles`` a (group, tile of key channels); and how many a group has:
         where there are chunks enough for all of the device, several, since most programs find nothing to do."""
         across = self._key_tiles(name) if tiles else 1
-        count = min(_GROUP, triton.cdiv(self.every_chunk * across, 8 * self.processors))
+        count = min(_GROUP, triton.cdiv(self.every_chunk * across, 3 * self.processors))
         return (triton.cdiv(self.every_chunk, count) * across,), count
 
     def _key_tiles(self, name: str) -> int:
@@ -242,7 +242,7 @@ def empty_kept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor
         operand, total = (rows, chunks * CHUNK, _width(key)), (rows, chunks, _width(key))
         operands = [q.new_empty(operand, dtype=storage) for _ in range(2)]
         first = [*operands, q.new_empty(total, dtype=torch.float32), q.new_empty(total, dtype=torch.int8)]
-        first.append(q.new_empty((2 * _LEVELS + 3, CHUNK, CHUNK), dtype=torch.bfloat16))
+        first.append(q.new_empty((_LEVELS + 3, CHUNK, CHUNK), dtype=torch.bfloat16))
     elif g is not None:
         sums = [q.new_empty((rows, chunks, CHUNK), dtype=torch.float32) for _ in range(2)]
         each = (rows, chunks)
@@ -343,7 +343,6 @@ def prepare(
             q, k, g, queries, keys, totals, strong, weights, scale,
             *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(),
             **plan.tiles("operands", "K", "BK"), WIDTH=plan.width, LEVELS=_LEVELS, LIMIT=plan.limit,
-            BLOCK_LIMIT=_BLOCK_LIMITS[plan.limit],
         )  # fmt: skip
         _channel_states(plan, keys, v, totals, strong, states, decays, reverse=False)
     else:
@@ -408,7 +407,8 @@ def chunk_pairs(
         channel.chunk_pairs[grid](
             q, k, g, *kept[:2], *kept[3:5], pairs, scale,
             *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(), plan.every_chunk, count,
-            **plan.tiles("chunk_pairs", "K", "BK"), WIDTH=plan.width, CHUNKS=_GROUP, LEVELS=_LEVELS, ALL=everywhere,
+            **plan.tiles("chunk_pairs", "K", "BK"), WIDTH=plan.width, CHUNKS=_GROUP, LEVELS=_LEVELS,
+            BLOCK_LIMIT=_BLOCK_LIMITS[plan.limit], ALL=everywhere,
         )  # fmt: skip
     elif everywhere:
         to, _, _, large = _sums(kept)
@@ -566,7 +566,7 @@ def read_out_backward(
             *_strides(q), *_strides(k), *_strides(v), *_strides(g), *_strides(do), *_strides(dq, 3),
             *plan.all_chunks(), plan.every_chunk, count,
             **plan.tiles("strong_operands_backward"), WIDTH=plan.width, CHUNKS=_GROUP, LEVELS=_LEVELS,
-            GIVEN=everywhere,
+            BLOCK_LIMIT=_BLOCK_LIMITS[plan.limit], GIVEN=everywhere,
         )  # fmt: skip
     else:
         head.operands_backward[(plan.every_chunk,)](
