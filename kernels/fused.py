@@ -41,6 +41,8 @@ from zeco_compile.kernels.triton_shared import pairs_backward, scan_segments
 
 CHUNK = 64
 _LEVELS = CHUNK.bit_length() - 1
+# Matrices of weights for the gates of strong tiles.
+_WEIGHTS = _LEVELS + channel.LONGEST.value + 4
 # The most chunks that one program looks through for strong channels.
 _GROUP = 16
 # How far, in log2, a gate's sum may lie from the chunk's middle: 2^86 squared still fits the range of bf16 and
@@ -242,7 +244,7 @@ def empty_kept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor
         operand, total = (rows, chunks * CHUNK, _width(key)), (rows, chunks, _width(key))
         operands = [q.new_empty(operand, dtype=storage) for _ in range(2)]
         first = [*operands, q.new_empty(total, dtype=torch.float32), q.new_empty(total, dtype=torch.int8)]
-        first.append(q.new_empty((_LEVELS + 3, CHUNK, CHUNK), dtype=torch.bfloat16))
+        first.append(q.new_empty((_WEIGHTS, CHUNK, CHUNK), dtype=torch.bfloat16))
     elif g is not None:
         sums = [q.new_empty((rows, chunks, CHUNK), dtype=torch.float32) for _ in range(2)]
         each = (rows, chunks)
@@ -339,10 +341,12 @@ def prepare(
     states, decays = kept[-2:]
     if _per_channel(g):
         queries, keys, totals, strong, weights = kept[:5]
+        channel.strong_weights[(_WEIGHTS,)](weights, LEVELS=_LEVELS, num_warps=4)
         channel.operands[plan.by_chunk("operands")](
             q, k, g, queries, keys, totals, strong, weights, scale,
             *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(),
             **plan.tiles("operands", "K", "BK"), WIDTH=plan.width, LEVELS=_LEVELS, LIMIT=plan.limit,
+            BLOCK_LIMIT=_BLOCK_LIMITS[plan.limit],
         )  # fmt: skip
         _channel_states(plan, keys, v, totals, strong, states, decays, reverse=False)
     else:
@@ -407,8 +411,7 @@ def chunk_pairs(
         channel.chunk_pairs[grid](
             q, k, g, *kept[:2], *kept[3:5], pairs, scale,
             *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(), plan.every_chunk, count,
-            **plan.tiles("chunk_pairs", "K", "BK"), WIDTH=plan.width, CHUNKS=_GROUP, LEVELS=_LEVELS,
-            BLOCK_LIMIT=_BLOCK_LIMITS[plan.limit], ALL=everywhere,
+            **plan.tiles("chunk_pairs", "K", "BK"), WIDTH=plan.width, CHUNKS=_GROUP, LEVELS=_LEVELS, ALL=everywhere,
         )  # fmt: skip
     elif everywhere:
         to, _, _, large = _sums(kept)
@@ -566,7 +569,7 @@ def read_out_backward(
             *_strides(q), *_strides(k), *_strides(v), *_strides(g), *_strides(do), *_strides(dq, 3),
             *plan.all_chunks(), plan.every_chunk, count,
             **plan.tiles("strong_operands_backward"), WIDTH=plan.width, CHUNKS=_GROUP, LEVELS=_LEVELS,
-            BLOCK_LIMIT=_BLOCK_LIMITS[plan.limit], GIVEN=everywhere,
+            GIVEN=everywhere,
         )  # fmt: skip
     else:
         head.operands_backward[(plan.every_chunk,)](

@@ -8,7 +8,8 @@ the chunk's gates up to t, its own included, and r half of the chunk's total, pe
 
 A tile of channels is strong in a chunk where |G - r| of one of them can exceed a limit, beyond which the ordinary
 operands overflow. Its exponents are direct sums of the gates between two tokens, so no gate is too strong: they are
-never positive, except inside of short blocks, where they do not exceed the limit; where they would, in none.
+never positive, except inside of blocks of 2^base tokens, so short that they do not exceed a limit. The gates decide
+how short, down to single tokens.
 """
 
 from __future__ import annotations
@@ -26,9 +27,50 @@ from zeco_compile.kernels.triton_math import (
     tile,
 )
 
-# All pairs inside of a strong tile's blocks of 2^BLOCK tokens are one product, where its gates are not too strong.
-BLOCK: tl.constexpr = tl.constexpr(3)
+# The longest blocks inside of which all pairs of a strong tile are one product have 2^LONGEST tokens.
+LONGEST: tl.constexpr = tl.constexpr(3)
 _RUNTIME = ["tokens", "chunks", "per_segment", "heads", "all_chunks", "count"]
+
+
+@triton.jit
+def strong_weights(weights, LEVELS: tl.constexpr):
+    """How gates enter the sums of strong tiles, as matrices to be multiplied with, which take too many instructions to
+    be made where they are used; one program each. At (token i, gate of token j), of 2^LEVELS tokens:
+
+    from 0         on level l, 1 where j lies between i and the middle of i's block of 2^(l + 1) tokens
+    from LEVELS    in blocks of 2^base tokens, i's exponent less an earlier token's is the sum between the two, and none
+                   exceeds half of all between the block's: a half for j up to i, minus a half for j after i
+    at the end     1 where j is not after i; where it is; and where j lies between the tokens of block i, which is node
+                   i of the binary tree whose leaves are the tokens, from 2^LEVELS up
+    """
+    size: tl.constexpr = 1 << LEVELS
+    rows = tl.arange(0, size)
+    i, j = rows[:, None], rows[None, :]
+    n = tl.program_id(0)
+    base = n - LEVELS
+    if n < LEVELS:
+        values = tl.where(((i >> n) == (j >> n)) & ((((i >> n) & 1) == 1) == (j <= i)), 1.0, 0.0)
+    elif base <= LONGEST:
+        # a block's first gate lies before all of its tokens
+        between = ((i >> base) == (j >> base)) & (((j >> base) << base) != j)
+        values = tl.where(between, tl.where(j <= i, 0.5, -0.5), 0.0)
+    elif base <= LONGEST + 2:
+        values = tl.where((j <= i) == (base == LONGEST + 1), 1.0, 0.0)
+    else:
+        height = _heights(LEVELS)[:, None]
+        inside = ((j + size) >> height) == i
+        values = tl.where(inside & (((j >> height) << height) != j), 1.0, 0.0)
+    tl.store(weights + n * size * size + i * size + j, values.to(weights.dtype.element_ty))
+
+
+@triton.jit
+def _heights(LEVELS: tl.constexpr):
+    """Of the nodes of that tree: nodes 2^n and up have 2^(LEVELS - n) leaves."""
+    node = tl.arange(0, 1 << LEVELS)
+    height = tl.full((1 << LEVELS,), LEVELS, tl.int32)
+    for level in tl.static_range(1, LEVELS):
+        height -= ((node >> level) != 0).to(tl.int32)
+    return height
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -37,11 +79,10 @@ def operands(
     q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, g_b, g_t, g_h, g_c,
     tokens, chunks, heads,
     K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
-    LIMIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    LIMIT: tl.constexpr, BLOCK_LIMIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The operands, each chunk's totals, and whether a channel is of a strong tile; one program a (chunk, tile of key
-    channels). And the weights, see ``_write_weights``."""
-    _write_weights(weights, LEVELS)
+    """The operands, each chunk's totals, and for each channel 0, or 1 + the base of a strong tile; one program a
+    (chunk, tile of key channels)."""
     tiles: tl.constexpr = WIDTH // BK
     chunk = (tl.program_id(0) // tiles).to(tl.int64)
     c = tl.program_id(0) % tiles * BK + tl.arange(0, BK)
@@ -64,69 +105,49 @@ def operands(
         down = after - total[None, :] * 0.5
         tl.store(qe + at, (query * tl.exp2(-down) * scale).to(DOT))
         tl.store(ke + at, (key * tl.exp2(down)).to(DOT))
+        tl.store(strongs + chunk * WIDTH + c, tl.zeros((BK,), tl.int8))
     else:
-        _strong_operands(
+        base = _strong_operands(
             q + b * q_b + h * q_h + first * q_t, k + b * k_b + h * k_h + first * k_t,
-            g + b * g_b + h * g_h + first * g_t, qe, ke, scale, q_t, q_c, k_t, k_c, g_t, g_c,
-            rows, tl.program_id(0) % tiles * BK, left, K, WIDTH, BK, DOT, PRECISION,
+            g + b * g_b + h * g_h + first * g_t, qe, ke, weights, scale, q_t, q_c, k_t, k_c, g_t, g_c,
+            rows, tl.program_id(0) % tiles * BK, left,
+            K, WIDTH, BK, CHUNK, LEVELS, BLOCK_LIMIT, DOT, PRECISION,
         )  # fmt: skip
-    tl.store(strongs + chunk * WIDTH + c, tl.where(ordinary, tl.zeros((BK,), tl.int32), 1).to(tl.int8))
+        tl.store(strongs + chunk * WIDTH + c, (tl.zeros((BK,), tl.int32) + base + 1).to(tl.int8))
 
 
 @triton.jit
 def _strong_operands(
-    q, k, g, qe, ke, scale, q_t, q_c, k_t, k_c, g_t, g_c, rows, channel, left,
-    K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, g, qe, ke, weights, scale, q_t, q_c, k_t, k_c, g_t, g_c, rows, channel, left,
+    K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK_LIMIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The operands of a strong tile. Loaded again and in narrow tiles: what ordinary tiles take would take longer with
-    more registers."""
+    """The operands of a strong tile, and its base: the largest with no exponent beyond the limit. Loaded again and in
+    narrow tiles: what ordinary tiles take would take longer with more registers."""
     narrow: tl.constexpr = BK if BK <= 32 else 32
-    i, j = rows[:, None], rows[None, :]
+    base = LONGEST + 0
     for start in range(0, BK, narrow):
         c = channel + start + tl.arange(0, narrow)
-        at = i * WIDTH + c[None, :]
+        at = rows[:, None] * WIDTH + c[None, :]
         gate = gate_tile(g, rows, g_t, c, g_c, left, K)
         query = tile(q, rows, q_t, c, q_c, left, K).to(tl.float32)
         key = tile(k, rows, k_t, c, k_c, left, K).to(tl.float32)
-        query *= tl.exp2(selected_sums(j <= i, gate, DOT, PRECISION)) * scale
+        upto = _weights(weights, LEVELS + LONGEST + 1, rows, CHUNK)
+        query *= tl.exp2(selected_sums(upto, gate, DOT, PRECISION)) * scale
         tl.store(qe + at, query.to(DOT))
-        key *= tl.exp2(selected_sums(j > i, gate, DOT, PRECISION))
+        after = _weights(weights, LEVELS + LONGEST + 2, rows, CHUNK)
+        key *= tl.exp2(selected_sums(after, gate, DOT, PRECISION))
         tl.store(ke + at, key.to(DOT))
-
-
-@triton.jit
-def _write_weights(weights, LEVELS: tl.constexpr):
-    """How gates enter the exponents of strong tiles, as matrices to be multiplied with, which take too many
-    instructions to be made where they are used. At (token i, gate of token j), of 2^LEVELS tokens:
-
-    from 0     on level l, 1 where j lies between i and the middle of i's block of 2^(l + 1) tokens
-    LEVELS     in blocks of 2^BLOCK tokens, i's less an earlier token's is the sum between the two, and none exceeds
-               half of all between the block's: a half for j up to i, minus a half for j after i
-    and two    1 where j is not after i; where it is
-    """
-    size: tl.constexpr = 1 << LEVELS
-    i, j = tl.arange(0, size)[:, None], tl.arange(0, size)[None, :]
-    for n in range(tl.program_id(0), LEVELS + 3, tl.num_programs(0)):
-        to_middle = ((i >> n) == (j >> n)) & ((((i >> n) & 1) == 1) == (j <= i))
-        # a block's first gate lies before all of its tokens
-        between = ((i >> BLOCK) == (j >> BLOCK)) & ((j >> BLOCK << BLOCK) != j)
-        halves = tl.where(between, tl.where(j <= i, 0.5, -0.5), 0.0)
-        sums = tl.where((j <= i) == (n == LEVELS + 1), 1.0, 0.0)
-        values = tl.where(n < LEVELS, tl.where(to_middle, 1.0, 0.0), tl.where(n == LEVELS, halves, sums))
-        tl.store(weights + n * size * size + i * size + j, values.to(weights.dtype.element_ty))
+        between = _weights(weights, LEVELS + LONGEST + 3, rows, CHUNK)
+        sums = tl.dot(between.to(DOT), tl.abs(gate).to(DOT), input_precision=PRECISION)
+        fits = tl.max(sums, 1) <= 2 * BLOCK_LIMIT
+        base = tl.minimum(base, tl.min(tl.where(fits, LONGEST, _heights(LEVELS) - 1), 0))
+    return base
 
 
 @triton.jit
 def _weights(weights, n, rows, CHUNK: tl.constexpr):
     return tl.load(weights + n * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :])
-
-
-@triton.jit
-def _blocks(gate, between, BLOCK_LIMIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """The exponents inside of blocks of 2^base tokens, and the base: 0 if one was beyond the limit, else BLOCK."""
-    exponent = selected_sums(between, gate, DOT, PRECISION)
-    fits = tl.max(tl.max(tl.abs(exponent), 1), 0) <= BLOCK_LIMIT
-    return tl.where(fits, exponent, 0.0), tl.where(fits, BLOCK, 0)
 
 
 @triton.jit
@@ -155,13 +176,22 @@ def _any_strong(strongs, first, end, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
     return tl.max(tl.max(flags.to(tl.int32), 1), 0) != 0
 
 
+@triton.jit
+def _strong_chunk(strongs, chunk, WIDTH: tl.constexpr, BK: tl.constexpr):
+    """Whether a tile of this chunk is strong."""
+    strong = tl.load(strongs + chunk * WIDTH)
+    for channel in tl.static_range(BK, WIDTH, BK):
+        strong |= tl.load(strongs + chunk * WIDTH + channel)
+    return strong != 0
+
+
 @triton.jit(do_not_specialize=_RUNTIME)
 def chunk_pairs(
     q, k, g, qe, ke, strongs, weights, pairs, scale,
     q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, g_b, g_t, g_h, g_c,
     tokens, chunks, heads, all_chunks, count,
     K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    LEVELS: tl.constexpr, BLOCK_LIMIT: tl.constexpr, ALL: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr, ALL: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The attention matrix inside of chunks of 2^LEVELS tokens: of ALL, or of those with strong tiles.
 
@@ -177,19 +207,20 @@ def chunk_pairs(
     rows = tl.arange(0, CHUNK)
     i, j = rows[:, None], rows[None, :]
     for chunk in range(start, end):
-        if ALL or _any_strong(strongs, chunk, end, WIDTH, 1):
+        if ALL or _strong_chunk(strongs, chunk, WIDTH, BK):
             b, h, n = place(chunk, chunks, heads)
             first, left = chunk_rows(n, tokens, CHUNK)
             out = tl.zeros((CHUNK, CHUNK), tl.float32)
             for channel in range(0, WIDTH, BK):
                 c = channel + tl.arange(0, BK)
-                if tl.load(strongs + chunk * WIDTH + channel) != 0:
+                base = tl.load(strongs + chunk * WIDTH + channel).to(tl.int32) - 1
+                if base >= 0:
                     gate = gate_tile(g + b * g_b + h * g_h + first * g_t, rows, g_t, c, g_c, left, K)
                     query = tile(q + b * q_b + h * q_h + first * q_t, rows, q_t, c, q_c, left, K)
                     query = query.to(tl.float32) * scale
                     key = tile(k + b * k_b + h * k_h + first * k_t, rows, k_t, c, k_c, left, K).to(tl.float32)
-                    between = _weights(weights, LEVELS, rows, CHUNK)
-                    exponent, base = _blocks(gate, between, BLOCK_LIMIT, DOT, PRECISION)
+                    between = _weights(weights, LEVELS + base, rows, CHUNK)
+                    exponent = selected_sums(between, gate, DOT, PRECISION)
                     late, early = (query * tl.exp2(exponent)).to(DOT), (key * tl.exp2(-exponent)).to(DOT)
                     product = tl.dot(late, tl.trans(early), input_precision=PRECISION)
                     out += tl.where((i >> base) == (j >> base), product, 0.0)
@@ -407,8 +438,7 @@ def strong_operands_backward(
     do_b, do_t, do_h, do_c, dq_b, dq_t, dq_h,
     tokens, chunks, heads, all_chunks, count,
     K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_LIMIT: tl.constexpr, GIVEN: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CHUNKS: tl.constexpr, LEVELS: tl.constexpr, GIVEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg of strong tiles: as ``chunk_pairs`` splits them. Between halves dg sums just those pairs that span a
     gate. One program ``count`` chunks, at most CHUNKS, of one tile of key channels."""
@@ -420,25 +450,25 @@ def strong_operands_backward(
     channel = tl.program_id(0) % tiles * BK
     c = channel + tl.arange(0, BK)
     for chunk in range(start, end):
-        if tl.load(strongs + chunk * WIDTH + channel) != 0:
-            _strong_chunk(
-                q, k, v, g, do, given, totals, weights, entering, leaving, dq, dk, dg, scale,
+        base = tl.load(strongs + chunk * WIDTH + channel).to(tl.int32) - 1
+        if base >= 0:
+            _chunk_backward(
+                q, k, v, g, do, given, totals, base, weights, entering, leaving, dq, dk, dg, scale,
                 q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, v_b, v_t, v_h, v_c, g_b, g_t, g_h, g_c,
                 do_b, do_t, do_h, do_c, dq_b, dq_t, dq_h,
                 chunk, c, tokens, chunks, heads,
-                K, V, WIDTH, BK, BV, CHUNK, LEVELS, BLOCK_LIMIT, GIVEN, DOT, PRECISION,
+                K, V, WIDTH, BK, BV, CHUNK, LEVELS, GIVEN, DOT, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
-def _strong_chunk(
-    q, k, v, g, do, given, totals, weights, entering, leaving, dq, dk, dg, scale,
+def _chunk_backward(
+    q, k, v, g, do, given, totals, base, weights, entering, leaving, dq, dk, dg, scale,
     q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, v_b, v_t, v_h, v_c, g_b, g_t, g_h, g_c,
     do_b, do_t, do_h, do_c, dq_b, dq_t, dq_h,
     chunk, c, tokens, chunks, heads,
     K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_LIMIT: tl.constexpr, GIVEN: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr, GIVEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, h, n = place(chunk, chunks, heads)
     rows = tl.arange(0, CHUNK)
@@ -458,17 +488,15 @@ def _strong_chunk(
     query = tile(q, rows, q_t, c, q_c, left, K).to(tl.float32)
     key = tile(k, rows, k_t, c, k_c, left, K).to(tl.float32)
     gate = gate_tile(g, rows, g_t, c, g_c, left, K)
-    upto = _weights(weights, LEVELS + 1, rows, CHUNK)
+    upto = _weights(weights, LEVELS + LONGEST + 1, rows, CHUNK)
     dquery *= tl.exp2(selected_sums(upto, gate, DOT, PRECISION)) * scale
     dgate = tl.dot(tl.trans(upto.to(DOT)), (query * dquery).to(DOT), input_precision=PRECISION)
-    after = _weights(weights, LEVELS + 2, rows, CHUNK)
+    after = _weights(weights, LEVELS + LONGEST + 2, rows, CHUNK)
     dkey *= tl.exp2(selected_sums(after, gate, DOT, PRECISION))
     dgate = tl.dot(tl.trans(after.to(DOT)), (key * dkey).to(DOT), dgate, input_precision=PRECISION)
     dgate += (tl.exp2(tl.load(totals + chunk * WIDTH + c)) * through)[None, :]
     dquery += itself * key
     dkey += itself * query
-    between = _weights(weights, LEVELS, rows, CHUNK)
-    exponent, base = _blocks(gate, between, BLOCK_LIMIT, DOT, PRECISION)
     for level in range(base, LEVELS):
         to_middle = _weights(weights, level, rows, CHUNK)
         right = ((i >> level) & 1) == 1
@@ -479,6 +507,8 @@ def _strong_chunk(
         dgate = tl.dot(tl.trans(to_middle.to(DOT)), (x * dx).to(DOT), dgate, input_precision=PRECISION)
         dquery += tl.where(right, dx, 0.0)
         dkey += tl.where(right, 0.0, dx)
+    between = _weights(weights, LEVELS + base, rows, CHUNK)
+    exponent = selected_sums(between, gate, DOT, PRECISION)
     since, until = tl.exp2(exponent), tl.exp2(-exponent)
     late, early = (query * since).to(DOT), (key * until).to(DOT)
     inside = (i >> base) == (j >> base)

@@ -65,16 +65,20 @@ def test_every_gate(fused, make_problem, error, kind, gate):
     assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.parametrize("gate", [-60.0, -13.0, -5.95, -5.93, -2.6, -0.66, -0.64])
-def test_gates_about_the_limits(fused, make_problem, error, gate):
-    """Ordinary, and strong with blocks and without; a slow channel beside them, and resets between blocks, which are
-    no matter."""
+@pytest.mark.parametrize(
+    ("gate", "base"),
+    [(-60.0, 0), (-35.0, 1), (-13.0, 2), (-5.95, 2), (-5.93, 3), (-2.6, 3), (-0.66, 3), (-0.64, None)],
+)
+def test_blocks_are_as_long_as_gates_allow(fused, make_problem, error, gate, base):
+    """Of 2^base tokens, in tiles that are not ordinary (None); a slow channel beside them, and resets between blocks,
+    which are no matter."""
     p = make_problem(1, 130, 2, 40, 20, "channel", "slow", dtype=torch.float32, device=DEVICE)
     p.g[..., 32:] = gate
     p.g[..., 35] = -0.1
     p.g[:, 72, :, 37] = -1e4
     strong = fused.prepare(p.q, p.k, p.v, p.g, p.scale, True)[2][3]
-    assert strong[:, 0].unique(dim=1).tolist() == ([[0, 1]] * 2 if gate < -0.65 else [[0]] * 2)  # tiles of channels
+    assert strong[:, 0, :32].eq(0).all()  # another tile of key channels
+    assert strong[:, 0, 32:].eq(0 if base is None else base + 1).all()
     for everywhere in (False, True):
         errors = worst(fused, p, error, everywhere)
         assert max(errors.values()) < 1e-5, errors
