@@ -41,15 +41,13 @@ from zeco_compile.kernels.triton_shared import pairs_backward, scan_segments
 
 CHUNK = 64
 _LEVELS = CHUNK.bit_length() - 1
-# Matrices of weights for the gates of strong tiles.
-_WEIGHTS = _LEVELS + channel.LONGEST.value + 4
 # The most chunks that one program looks through for strong channels.
 _GROUP = 16
 # How far, in log2, a gate's sum may lie from the chunk's middle: 2^86 squared still fits the range of bf16 and
 # float32, while for float32 inputs the rounding error of such a sum (1e-7 of it) has to stay small.
 _LIMIT_BF16, _LIMIT_FP32 = 86.0, 30.0
-# The same inside of a block of a strong tile. Its operands meet no state, and a little further fewer gates are too
-# strong for blocks of 8.
+# The same inside of a block of a strong tile, whose operands meet no state: with gates of -5 to -20 in natural units
+# nearly all tiles then have blocks of 8 tokens, with 86 few.
 _BLOCK_LIMITS = {_LIMIT_BF16: 96.0, _LIMIT_FP32: 30.0}
 
 
@@ -101,7 +99,7 @@ class _Plan:
 
     def by_group(self, name: str, *, tiles: bool = False) -> tuple[tuple[int], int]:
         """One program a group of chunks, or with ``tiles`` a (group, tile of key channels); and how many a group has:
-        where there are chunks enough for all of the device, several, since most programs find nothing to do."""
+        where there are more than run at a time, about three a processor, several, since most find nothing to do."""
         across = self._key_tiles(name) if tiles else 1
         count = min(_GROUP, triton.cdiv(self.every_chunk * across, 3 * self.processors))
         return (triton.cdiv(self.every_chunk, count) * across,), count
@@ -176,7 +174,7 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
     # illegal access: products that sum over value channels take no more of them at once than key channels, and a state
     # of 256 key channels takes 8 warps (in float32, 4).
     return {
-        # strong tiles take more, and ordinary ones longer if fewer of them fit a processor
+        # strong tiles would take more registers, and then fewer ordinary ones run at a time
         "operands": Launch(narrow if wide else half, 0, 4, 1, None if wide else 128),
         "chunk_pairs": Launch(narrow if wide else half, 0, 4, 1, None if wide else 168),
         "segment_states": Launch(width, columns, _warps(width, columns, wide), 2 if wide else 3),
@@ -233,9 +231,9 @@ def _segments(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor]
 def empty_kept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor]:
     """Not yet written: by the kind of gate, then the segments' states and decays.
 
-    Per channel: the two operands [B*H, chunks * 64, width], each chunk's totals, which channels are strong, and the weights
-    of their gates. Per
-    head: in each chunk the sums of the gates to each token, after each, of all, and whether they are large.
+    Per channel: the two operands [B*H, chunks * 64, width], each chunk's totals, which channels are strong, and the
+    weights of their gates. Per head: in each chunk the sums of the gates to each token, after each, of all, and whether
+    they are large.
     """
     batch, tokens, heads, key = q.shape
     rows, chunks = batch * heads, (tokens + CHUNK - 1) // CHUNK
@@ -244,7 +242,7 @@ def empty_kept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor
         operand, total = (rows, chunks * CHUNK, _width(key)), (rows, chunks, _width(key))
         operands = [q.new_empty(operand, dtype=storage) for _ in range(2)]
         first = [*operands, q.new_empty(total, dtype=torch.float32), q.new_empty(total, dtype=torch.int8)]
-        first.append(q.new_empty((_WEIGHTS, CHUNK, CHUNK), dtype=torch.bfloat16))
+        first.append(q.new_empty((2 * _LEVELS + 3, CHUNK, CHUNK), dtype=torch.bfloat16))
     elif g is not None:
         sums = [q.new_empty((rows, chunks, CHUNK), dtype=torch.float32) for _ in range(2)]
         each = (rows, chunks)
@@ -341,7 +339,6 @@ def prepare(
     states, decays = kept[-2:]
     if _per_channel(g):
         queries, keys, totals, strong, weights = kept[:5]
-        channel.strong_weights[(_WEIGHTS,)](weights, LEVELS=_LEVELS, num_warps=4)
         channel.operands[plan.by_chunk("operands")](
             q, k, g, queries, keys, totals, strong, weights, scale,
             *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(),

@@ -8,8 +8,8 @@ the chunk's gates up to t, its own included, and r half of the chunk's total, pe
 
 A tile of channels is strong in a chunk where |G - r| of one of them can exceed a limit, beyond which the ordinary
 operands overflow. Its exponents are direct sums of the gates between two tokens, so no gate is too strong: they are
-never positive, except inside of blocks of 2^base tokens, so short that they do not exceed a limit. The gates decide
-how short, down to single tokens.
+never positive, except inside of blocks of 2^base tokens, so short that they cannot exceed a limit there. The gates
+decide how short, down to single tokens.
 """
 
 from __future__ import annotations
@@ -27,50 +27,7 @@ from zeco_compile.kernels.triton_math import (
     tile,
 )
 
-# The longest blocks inside of which all pairs of a strong tile are one product have 2^LONGEST tokens.
-LONGEST: tl.constexpr = tl.constexpr(3)
 _RUNTIME = ["tokens", "chunks", "per_segment", "heads", "all_chunks", "count"]
-
-
-@triton.jit
-def strong_weights(weights, LEVELS: tl.constexpr):
-    """How gates enter the sums of strong tiles, as matrices to be multiplied with, which take too many instructions to
-    be made where they are used; one program each. At (token i, gate of token j), of 2^LEVELS tokens:
-
-    from 0         on level l, 1 where j lies between i and the middle of i's block of 2^(l + 1) tokens
-    from LEVELS    in blocks of 2^base tokens, i's exponent less an earlier token's is the sum between the two, and none
-                   exceeds half of all between the block's: a half for j up to i, minus a half for j after i
-    at the end     1 where j is not after i; where it is; and where j lies between the tokens of block i, which is node
-                   i of the binary tree whose leaves are the tokens, from 2^LEVELS up
-    """
-    size: tl.constexpr = 1 << LEVELS
-    rows = tl.arange(0, size)
-    i, j = rows[:, None], rows[None, :]
-    n = tl.program_id(0)
-    base = n - LEVELS
-    if n < LEVELS:
-        values = tl.where(((i >> n) == (j >> n)) & ((((i >> n) & 1) == 1) == (j <= i)), 1.0, 0.0)
-    elif base <= LONGEST:
-        # a block's first gate lies before all of its tokens
-        between = ((i >> base) == (j >> base)) & (((j >> base) << base) != j)
-        values = tl.where(between, tl.where(j <= i, 0.5, -0.5), 0.0)
-    elif base <= LONGEST + 2:
-        values = tl.where((j <= i) == (base == LONGEST + 1), 1.0, 0.0)
-    else:
-        height = _heights(LEVELS)[:, None]
-        inside = ((j + size) >> height) == i
-        values = tl.where(inside & (((j >> height) << height) != j), 1.0, 0.0)
-    tl.store(weights + n * size * size + i * size + j, values.to(weights.dtype.element_ty))
-
-
-@triton.jit
-def _heights(LEVELS: tl.constexpr):
-    """Of the nodes of that tree: nodes 2^n and up have 2^(LEVELS - n) leaves."""
-    node = tl.arange(0, 1 << LEVELS)
-    height = tl.full((1 << LEVELS,), LEVELS, tl.int32)
-    for level in tl.static_range(1, LEVELS):
-        height -= ((node >> level) != 0).to(tl.int32)
-    return height
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -82,7 +39,8 @@ def operands(
     LIMIT: tl.constexpr, BLOCK_LIMIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The operands, each chunk's totals, and for each channel 0, or 1 + the base of a strong tile; one program a
-    (chunk, tile of key channels)."""
+    (chunk, tile of key channels). And the weights, see ``_write_weights``."""
+    _write_weights(weights, LEVELS)
     tiles: tl.constexpr = WIDTH // BK
     chunk = (tl.program_id(0) // tiles).to(tl.int64)
     c = tl.program_id(0) % tiles * BK + tl.arange(0, BK)
@@ -109,7 +67,7 @@ def operands(
     else:
         base = _strong_operands(
             q + b * q_b + h * q_h + first * q_t, k + b * k_b + h * k_h + first * k_t,
-            g + b * g_b + h * g_h + first * g_t, qe, ke, weights, scale, q_t, q_c, k_t, k_c, g_t, g_c,
+            g + b * g_b + h * g_h + first * g_t, qe, ke, scale, q_t, q_c, k_t, k_c, g_t, g_c,
             rows, tl.program_id(0) % tiles * BK, left,
             K, WIDTH, BK, CHUNK, LEVELS, BLOCK_LIMIT, DOT, PRECISION,
         )  # fmt: skip
@@ -118,36 +76,80 @@ def operands(
 
 @triton.jit
 def _strong_operands(
-    q, k, g, qe, ke, weights, scale, q_t, q_c, k_t, k_c, g_t, g_c, rows, channel, left,
+    q, k, g, qe, ke, scale, q_t, q_c, k_t, k_c, g_t, g_c, rows, channel, left,
     K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK_LIMIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The operands of a strong tile, and its base: the largest with no exponent beyond the limit. Loaded again and in
-    narrow tiles: what ordinary tiles take would take longer with more registers."""
+    """The operands of a strong tile, and its base. Loaded again and in narrow tiles: what ordinary tiles take would
+    take longer with more registers."""
     narrow: tl.constexpr = BK if BK <= 32 else 32
-    base = LONGEST + 0
+    base = LEVELS
     for start in range(0, BK, narrow):
         c = channel + start + tl.arange(0, narrow)
         at = rows[:, None] * WIDTH + c[None, :]
         gate = gate_tile(g, rows, g_t, c, g_c, left, K)
+        base = tl.minimum(base, _base(gate, CHUNK, LEVELS, BLOCK_LIMIT, DOT, PRECISION))
         query = tile(q, rows, q_t, c, q_c, left, K).to(tl.float32)
-        key = tile(k, rows, k_t, c, k_c, left, K).to(tl.float32)
-        upto = _weights(weights, LEVELS + LONGEST + 1, rows, CHUNK)
-        query *= tl.exp2(selected_sums(upto, gate, DOT, PRECISION)) * scale
+        query *= tl.exp2(selected_sums(rows[None, :] <= rows[:, None], gate, DOT, PRECISION)) * scale
         tl.store(qe + at, query.to(DOT))
-        after = _weights(weights, LEVELS + LONGEST + 2, rows, CHUNK)
-        key *= tl.exp2(selected_sums(after, gate, DOT, PRECISION))
+        key = tile(k, rows, k_t, c, k_c, left, K).to(tl.float32)
+        key *= tl.exp2(selected_sums(rows[None, :] > rows[:, None], gate, DOT, PRECISION))
         tl.store(ke + at, key.to(DOT))
-        between = _weights(weights, LEVELS + LONGEST + 3, rows, CHUNK)
-        sums = tl.dot(between.to(DOT), tl.abs(gate).to(DOT), input_precision=PRECISION)
-        fits = tl.max(sums, 1) <= 2 * BLOCK_LIMIT
-        base = tl.minimum(base, tl.min(tl.where(fits, LONGEST, _heights(LEVELS) - 1), 0))
     return base
+
+
+@triton.jit
+def _base(
+    gate, CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_LIMIT: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The largest base, at most LEVELS, such that between the tokens of no block of 2^base gates sum up to more than
+    twice the limit. Row n of the sums is node n of the binary tree whose leaves are the tokens, CHUNK and up."""
+    node, j = tl.arange(0, CHUNK), tl.arange(0, CHUNK)[None, :]
+    height = tl.full((CHUNK,), LEVELS, tl.int32)
+    for level in tl.static_range(1, LEVELS):
+        height -= ((node >> level) != 0).to(tl.int32)
+    size = (1 << height)[:, None]
+    # a block's first gate lies before all of its tokens
+    between = ((j + CHUNK) >> height[:, None] == node[:, None]) & ((j & (size - 1)) != 0)
+    sums = tl.dot(tl.where(between, 1.0, 0.0).to(DOT), tl.abs(gate).to(DOT), input_precision=PRECISION)
+    fits = tl.max(sums, 1) <= 2 * BLOCK_LIMIT
+    return tl.min(tl.where(fits, LEVELS, height - 1), 0)
+
+
+@triton.jit
+def _write_weights(weights, LEVELS: tl.constexpr):
+    """How gates enter the exponents of strong tiles, as matrices to be multiplied with, which take too many
+    instructions to be made where they are used. At (token i, gate of token j), of 2^LEVELS tokens:
+
+    from 0              on level l, 1 where j lies between i and the middle of i's block of 2^(l + 1) tokens
+    from LEVELS         in blocks of 2^base tokens, i's less an earlier token's is the sum between the two, and none
+                        exceeds half of all between the block's: a half for j up to i, minus a half for j after i
+    2 LEVELS + 1 and 2  1 where j is not after i; where it is
+    """
+    size: tl.constexpr = 1 << LEVELS
+    i, j = tl.arange(0, size)[:, None], tl.arange(0, size)[None, :]
+    for n in range(tl.program_id(0), 2 * LEVELS + 3, tl.num_programs(0)):
+        to_middle = ((i >> n) == (j >> n)) & ((((i >> n) & 1) == 1) == (j <= i))
+        base = n - LEVELS
+        inside = ((i >> base) == (j >> base)) & ((j & ((1 << base) - 1)) != 0)
+        halves = tl.where(inside, tl.where(j <= i, 0.5, -0.5), 0.0)
+        sums = tl.where((j <= i) == (n == 2 * LEVELS + 1), 1.0, 0.0)
+        values = tl.where(n < LEVELS, tl.where(to_middle, 1.0, 0.0), tl.where(n <= 2 * LEVELS, halves, sums))
+        tl.store(weights + n * size * size + i * size + j, values.to(weights.dtype.element_ty))
 
 
 @triton.jit
 def _weights(weights, n, rows, CHUNK: tl.constexpr):
     return tl.load(weights + n * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :])
+
+
+@triton.jit
+def _block(query, key, gate, between, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """The operands of the pairs inside of each block of 2^base tokens, and the decays that they have."""
+    exponent = selected_sums(between, gate, DOT, PRECISION)
+    since, until = tl.exp2(exponent), tl.exp2(-exponent)
+    return (query * since).to(DOT), (key * until).to(DOT), since, until
 
 
 @triton.jit
@@ -159,11 +161,10 @@ def _across(i, j, level):
 @triton.jit
 def _halves(query, key, gate, to_middle, right, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """The operand of the pairs between the two halves, of 2^level tokens, of each block of twice as many: queries of
-    the right half with the decay over the gates from the middle to their own, keys of the left half with that over the
-    gates after theirs. Its product with itself holds the pairs, ``_across``.
-    Besides, that decay."""
+    the ``right`` half with the decay over the gates from the middle to their own, keys of the left half with that over
+    the gates after theirs. Its product with itself has these pairs where tokens lie ``_across``."""
     decay = tl.exp2(selected_sums(to_middle, gate, DOT, PRECISION))
-    return (tl.where(right, query, key) * decay).to(DOT), decay
+    return (tl.where(right, query, key) * decay).to(DOT)
 
 
 @triton.jit
@@ -174,15 +175,6 @@ def _any_strong(strongs, first, end, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
     at = n[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     flags = tl.load(strongs + at, mask=(n < end)[:, None] & (tl.arange(0, WIDTH) >= 0)[None, :], other=0)
     return tl.max(tl.max(flags.to(tl.int32), 1), 0) != 0
-
-
-@triton.jit
-def _strong_chunk(strongs, chunk, WIDTH: tl.constexpr, BK: tl.constexpr):
-    """Whether a tile of this chunk is strong."""
-    strong = tl.load(strongs + chunk * WIDTH)
-    for channel in tl.static_range(BK, WIDTH, BK):
-        strong |= tl.load(strongs + chunk * WIDTH + channel)
-    return strong != 0
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -207,7 +199,7 @@ def chunk_pairs(
     rows = tl.arange(0, CHUNK)
     i, j = rows[:, None], rows[None, :]
     for chunk in range(start, end):
-        if ALL or _strong_chunk(strongs, chunk, WIDTH, BK):
+        if ALL or _any_strong(strongs, chunk, end, WIDTH, 1):
             b, h, n = place(chunk, chunks, heads)
             first, left = chunk_rows(n, tokens, CHUNK)
             out = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -220,14 +212,13 @@ def chunk_pairs(
                     query = query.to(tl.float32) * scale
                     key = tile(k + b * k_b + h * k_h + first * k_t, rows, k_t, c, k_c, left, K).to(tl.float32)
                     between = _weights(weights, LEVELS + base, rows, CHUNK)
-                    exponent = selected_sums(between, gate, DOT, PRECISION)
-                    late, early = (query * tl.exp2(exponent)).to(DOT), (key * tl.exp2(-exponent)).to(DOT)
+                    late, early, _since, _until = _block(query, key, gate, between, DOT, PRECISION)
                     product = tl.dot(late, tl.trans(early), input_precision=PRECISION)
                     out += tl.where((i >> base) == (j >> base), product, 0.0)
                     for level in range(base, LEVELS):
                         to_middle = _weights(weights, level, rows, CHUNK)
                         right = ((i >> level) & 1) == 1
-                        x, _decay = _halves(query, key, gate, to_middle, right, DOT, PRECISION)
+                        x = _halves(query, key, gate, to_middle, right, DOT, PRECISION)
                         product = tl.dot(x, tl.trans(x), input_precision=PRECISION)
                         out += tl.where(_across(i, j, level), product, 0.0)
                 else:
@@ -452,7 +443,7 @@ def strong_operands_backward(
     for chunk in range(start, end):
         base = tl.load(strongs + chunk * WIDTH + channel).to(tl.int32) - 1
         if base >= 0:
-            _chunk_backward(
+            _strong_chunk(
                 q, k, v, g, do, given, totals, base, weights, entering, leaving, dq, dk, dg, scale,
                 q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, v_b, v_t, v_h, v_c, g_b, g_t, g_h, g_c,
                 do_b, do_t, do_h, do_c, dq_b, dq_t, dq_h,
@@ -462,7 +453,7 @@ def strong_operands_backward(
 
 
 @triton.jit
-def _chunk_backward(
+def _strong_chunk(
     q, k, v, g, do, given, totals, base, weights, entering, leaving, dq, dk, dg, scale,
     q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, v_b, v_t, v_h, v_c, g_b, g_t, g_h, g_c,
     do_b, do_t, do_h, do_c, dq_b, dq_t, dq_h,
@@ -488,10 +479,10 @@ def _chunk_backward(
     query = tile(q, rows, q_t, c, q_c, left, K).to(tl.float32)
     key = tile(k, rows, k_t, c, k_c, left, K).to(tl.float32)
     gate = gate_tile(g, rows, g_t, c, g_c, left, K)
-    upto = _weights(weights, LEVELS + LONGEST + 1, rows, CHUNK)
+    upto = _weights(weights, 2 * LEVELS + 1, rows, CHUNK)
     dquery *= tl.exp2(selected_sums(upto, gate, DOT, PRECISION)) * scale
     dgate = tl.dot(tl.trans(upto.to(DOT)), (query * dquery).to(DOT), input_precision=PRECISION)
-    after = _weights(weights, LEVELS + LONGEST + 2, rows, CHUNK)
+    after = _weights(weights, 2 * LEVELS + 2, rows, CHUNK)
     dkey *= tl.exp2(selected_sums(after, gate, DOT, PRECISION))
     dgate = tl.dot(tl.trans(after.to(DOT)), (key * dkey).to(DOT), dgate, input_precision=PRECISION)
     dgate += (tl.exp2(tl.load(totals + chunk * WIDTH + c)) * through)[None, :]
@@ -502,19 +493,19 @@ def _chunk_backward(
         right = ((i >> level) & 1) == 1
         decay = tl.exp2(selected_sums(to_middle, gate, DOT, PRECISION))
         x = tl.where(right, query, key)
-        dx = tl.dot(tl.where(_across(i, j, level), both, 0.0).to(DOT), (x * decay).to(DOT), input_precision=PRECISION)
+        dx = tl.dot(
+            tl.where(_across(i, j, level), both, 0.0).to(DOT), (x * decay).to(DOT), input_precision=PRECISION
+        )
         dx *= decay
         dgate = tl.dot(tl.trans(to_middle.to(DOT)), (x * dx).to(DOT), dgate, input_precision=PRECISION)
         dquery += tl.where(right, dx, 0.0)
         dkey += tl.where(right, 0.0, dx)
     between = _weights(weights, LEVELS + base, rows, CHUNK)
-    exponent = selected_sums(between, gate, DOT, PRECISION)
-    since, until = tl.exp2(exponent), tl.exp2(-exponent)
-    late, early = (query * since).to(DOT), (key * until).to(DOT)
+    late, early, since, until = _block(query, key, gate, between, DOT, PRECISION)
     inside = (i >> base) == (j >> base)
     dlate = tl.dot(tl.where(inside & (i > j), both, 0.0).to(DOT), early, input_precision=PRECISION)
     dearly = tl.dot(tl.where(inside & (i < j), both, 0.0).to(DOT), late, input_precision=PRECISION)
-    # of the very operands, as in ``operands_backward``
+    # inside of a block as a suffix sum over the very operands, as in ``operands_backward``
     dexponent = late.to(tl.float32) * dlate - early.to(tl.float32) * dearly
     dgate = selected_sums(tl.trans(between), dexponent, DOT, PRECISION, dgate)
     dquery += dlate * since
