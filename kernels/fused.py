@@ -46,16 +46,21 @@ _GROUP = 16
 # How far, in log2, a gate's sum may lie from the chunk's middle: 2^86 squared still fits the range of bf16 and
 # float32, while for float32 inputs the rounding error of such a sum (1e-7 of it) has to stay small.
 _LIMIT_BF16, _LIMIT_FP32 = 86.0, 30.0
+# The same inside of a block of a strong tile, whose operands meet no state: with gates of -5 to -20 in natural units
+# nearly all tiles then have blocks of 8 tokens, with 86 few.
+_BLOCK_LIMITS = {_LIMIT_BF16: 96.0, _LIMIT_FP32: 30.0}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How one kernel is started: its tiles of key and value channels, warps, and loads in flight (stages)."""
+    """How one kernel is started: its tiles of key and value channels, warps, loads in flight (stages), and the most
+    registers a thread (None: as many as it takes)."""
 
     key: int
     value: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,9 +99,9 @@ class _Plan:
 
     def by_group(self, name: str, *, tiles: bool = False) -> tuple[tuple[int], int]:
         """One program a group of chunks, or with ``tiles`` a (group, tile of key channels); and how many a group has:
-        where there are chunks enough for all of the device, several, since most programs find nothing to do."""
+        where there are more than run at a time, about three a processor, several, since most find nothing to do."""
         across = self._key_tiles(name) if tiles else 1
-        count = max(1, min(_GROUP, self.every_chunk * across // (8 * self.processors)))
+        count = min(_GROUP, triton.cdiv(self.every_chunk * across, 3 * self.processors))
         return (triton.cdiv(self.every_chunk, count) * across,), count
 
     def _key_tiles(self, name: str) -> int:
@@ -119,6 +124,7 @@ class _Plan:
             "PRECISION": self.precision,
             "num_warps": launch.warps,
             "num_stages": launch.stages,
+            **({} if launch.registers is None else {"maxnreg": launch.registers}),
         }
 
 
@@ -168,15 +174,15 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
     # illegal access: products that sum over value channels take no more of them at once than key channels, and a state
     # of 256 key channels takes 8 warps (in float32, 4).
     return {
-        "operands": Launch(narrow if wide else half, 0, 4, 1),
-        "strong_operands": Launch(narrow if wide else half, 0, 4, 1),
-        "chunk_pairs": Launch(narrow if wide else half, 0, 4, 1),
+        # strong tiles would take more registers, and then fewer ordinary ones run at a time
+        "operands": Launch(narrow if wide else half, 0, 4, 1, None if wide else 128),
+        "chunk_pairs": Launch(narrow if wide else half, 0, 4, 1, None if wide else 168),
         "segment_states": Launch(width, columns, _warps(width, columns, wide), 2 if wide else 3),
         "read_out": Launch(width, columns, _warps(width, columns, wide), fewer if wide or width > 128 else 3),
         "read_out_saving": Launch(width, saving, _warps(width, saving, wide), fewer),
         "pairs_backward": Launch(0, across, 4, 2),
         "operands_backward": Launch(narrow if wide else half, min(across, half), 4, 2 if wide else 3),
-        "strong_operands_backward": Launch(narrow, min(across, narrow), 4, 2),
+        "strong_operands_backward": Launch(narrow, min(across, narrow), 4, 1),
     }
 
 
@@ -225,8 +231,9 @@ def _segments(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor]
 def empty_kept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor]:
     """Not yet written: by the kind of gate, then the segments' states and decays.
 
-    Per channel: the two operands [B*H, chunks * 64, width], each chunk's totals, and which channels are strong. Per
-    head: in each chunk the sums of the gates to each token, after each, of all, and whether they are large.
+    Per channel: the two operands [B*H, chunks * 64, width], each chunk's totals, which channels are strong, and the
+    weights of their gates. Per head: in each chunk the sums of the gates to each token, after each, of all, and whether
+    they are large.
     """
     batch, tokens, heads, key = q.shape
     rows, chunks = batch * heads, (tokens + CHUNK - 1) // CHUNK
@@ -235,6 +242,7 @@ def empty_kept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor
         operand, total = (rows, chunks * CHUNK, _width(key)), (rows, chunks, _width(key))
         operands = [q.new_empty(operand, dtype=storage) for _ in range(2)]
         first = [*operands, q.new_empty(total, dtype=torch.float32), q.new_empty(total, dtype=torch.int8)]
+        first.append(q.new_empty((2 * _LEVELS + 3, CHUNK, CHUNK), dtype=torch.bfloat16))
     elif g is not None:
         sums = [q.new_empty((rows, chunks, CHUNK), dtype=torch.float32) for _ in range(2)]
         each = (rows, chunks)
@@ -330,17 +338,12 @@ def prepare(
     kept = empty_kept(q, k, v, g)
     states, decays = kept[-2:]
     if _per_channel(g):
-        queries, keys, totals, strong = kept[:4]
+        queries, keys, totals, strong, weights = kept[:5]
         channel.operands[plan.by_chunk("operands")](
-            q, k, g, queries, keys, totals, strong, scale,
+            q, k, g, queries, keys, totals, strong, weights, scale,
             *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(),
-            **plan.tiles("operands", "K", "BK"), WIDTH=plan.width, LIMIT=plan.limit,
-        )  # fmt: skip
-        grid, count = plan.by_group("strong_operands")
-        channel.strong_operands[grid](
-            q, k, g, queries, keys, strong, scale,
-            *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(), plan.every_chunk, count,
-            **plan.tiles("strong_operands", "K", "BK"), WIDTH=plan.width, CHUNKS=_GROUP,
+            **plan.tiles("operands", "K", "BK"), WIDTH=plan.width, LEVELS=_LEVELS, LIMIT=plan.limit,
+            BLOCK_LIMIT=_BLOCK_LIMITS[plan.limit],
         )  # fmt: skip
         _channel_states(plan, keys, v, totals, strong, states, decays, reverse=False)
     else:
@@ -403,7 +406,7 @@ def chunk_pairs(
     if _per_channel(g):
         grid, count = plan.by_group("chunk_pairs")
         channel.chunk_pairs[grid](
-            q, k, g, *kept[:2], kept[3], pairs, scale,
+            q, k, g, *kept[:2], *kept[3:5], pairs, scale,
             *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(), plan.every_chunk, count,
             **plan.tiles("chunk_pairs", "K", "BK"), WIDTH=plan.width, CHUNKS=_GROUP, LEVELS=_LEVELS, ALL=everywhere,
         )  # fmt: skip
@@ -551,7 +554,7 @@ def read_out_backward(
     leaving = torch.empty_like(saved)
     _read(plan, q, k, do, g, pairs, kept, ends, dv, leaving, scale, reverse=True, pairs_given=everywhere)
     if _per_channel(g):
-        queries, keys, totals, strong = kept[:4]
+        queries, keys, totals, strong, weights = kept[:5]
         channel.operands_backward[plan.by_chunk("operands_backward")](
             queries, keys, v, g, do, dpairs, totals, strong, saved, leaving, dq, dk, dg, scale,
             *_strides(v), *_strides(g), *_strides(do), *_strides(dq, 3), *plan.all_chunks(),
@@ -559,7 +562,7 @@ def read_out_backward(
         )  # fmt: skip
         grid, count = plan.by_group("strong_operands_backward", tiles=True)
         channel.strong_operands_backward[grid](
-            q, k, v, g, do, dpairs, totals, strong, saved, leaving, dq, dk, dg, scale,
+            q, k, v, g, do, dpairs, totals, strong, weights, saved, leaving, dq, dk, dg, scale,
             *_strides(q), *_strides(k), *_strides(v), *_strides(g), *_strides(do), *_strides(dq, 3),
             *plan.all_chunks(), plan.every_chunk, count,
             **plan.tiles("strong_operands_backward"), WIDTH=plan.width, CHUNKS=_GROUP, LEVELS=_LEVELS,

@@ -6,8 +6,10 @@ the chunk's gates up to t, its own included, and r half of the chunk's total, pe
     ordinary channel    qe = scale q exp(G - r)    ke = k exp(r - G)         pairs = lower(qe ke^T)
     strong channel      qe = scale q exp(G)        ke = k exp(total - G)     exact in ``chunk_pairs``
 
-A channel is strong in a chunk where |G - r| can exceed a limit, beyond which the ordinary operands overflow. Its
-exponents are direct sums of the gates between two tokens and never positive, so no gate is too strong.
+A tile of channels is strong in a chunk where |G - r| of one of them can exceed a limit, beyond which the ordinary
+operands overflow. Its exponents are direct sums of the gates between two tokens, so no gate is too strong: they are
+never positive, except inside of blocks of 2^base tokens, so short that they cannot exceed a limit there. The gates
+decide how short, down to single tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from zeco_compile.kernels.triton_math import (
     chunk_factors,
     chunk_rows,
     gate_tile,
+    place,
     selected_sums,
-    store_columns,
     store_tile,
     tile,
 )
@@ -30,50 +32,139 @@ _RUNTIME = ["tokens", "chunks", "per_segment", "heads", "all_chunks", "count"]
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def operands(
-    q, k, g, qe, ke, totals, strongs, scale,
+    q, k, g, qe, ke, totals, strongs, weights, scale,
     q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, g_b, g_t, g_h, g_c,
     tokens, chunks, heads,
-    K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, LIMIT: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+    LIMIT: tl.constexpr, BLOCK_LIMIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The operands of ordinary channels, each chunk's totals, and which channels are strong; one program a (chunk, tile
-    of key channels). Those of strong ones are overwritten by ``strong_operands``: a branch for them here is slower."""
+    """The operands, each chunk's totals, and for each channel 0, or 1 + the base of a strong tile; one program a
+    (chunk, tile of key channels). And the weights, see ``_write_weights``."""
+    _write_weights(weights, LEVELS)
     tiles: tl.constexpr = WIDTH // BK
     chunk = (tl.program_id(0) // tiles).to(tl.int64)
     c = tl.program_id(0) % tiles * BK + tl.arange(0, BK)
-    bh, n = chunk // chunks, chunk % chunks
-    b, h = bh // heads, bh % heads
+    b, h, n = place(chunk, chunks, heads)
     rows = tl.arange(0, CHUNK)
+    i, j = rows[:, None], rows[None, :]
     first, left = chunk_rows(n, tokens, CHUNK)
     gate = gate_tile(g + b * g_b + h * g_h + first * g_t, rows, g_t, c, g_c, left, K)
     query = tile(q + b * q_b + h * q_h + first * q_t, rows, q_t, c, q_c, left, K).to(tl.float32)
     key = tile(k + b * k_b + h * k_h + first * k_t, rows, k_t, c, k_c, left, K).to(tl.float32)
-    after = selected_sums(rows[None, :] > rows[:, None], gate, DOT, PRECISION)
+    after = selected_sums(j > i, gate, DOT, PRECISION)
     total = tl.sum(gate, 0)
     # how far a sum can lie from the middle, whatever the gates' signs
-    strong = (tl.sum(tl.abs(gate), 0) <= 2 * LIMIT).to(tl.int32) == 0
-    down = after - total[None, :] * 0.5
+    ordinary = tl.min((tl.sum(tl.abs(gate), 0) <= 2 * LIMIT).to(tl.int32), 0) != 0
     qe += chunk * CHUNK * WIDTH
     ke += chunk * CHUNK * WIDTH
-    at = rows[:, None] * WIDTH + c[None, :]
-    tl.store(qe + at, (query * tl.exp2(-down) * scale).to(DOT))
-    tl.store(ke + at, (key * tl.exp2(down)).to(DOT))
+    at = i * WIDTH + c[None, :]
     tl.store(totals + chunk * WIDTH + c, total)
-    tl.store(strongs + chunk * WIDTH + c, strong.to(tl.int8))
+    if ordinary:
+        down = after - total[None, :] * 0.5
+        tl.store(qe + at, (query * tl.exp2(-down) * scale).to(DOT))
+        tl.store(ke + at, (key * tl.exp2(down)).to(DOT))
+        tl.store(strongs + chunk * WIDTH + c, tl.zeros((BK,), tl.int8))
+    else:
+        base = _strong_operands(
+            q + b * q_b + h * q_h + first * q_t, k + b * k_b + h * k_h + first * k_t,
+            g + b * g_b + h * g_h + first * g_t, qe, ke, scale, q_t, q_c, k_t, k_c, g_t, g_c,
+            rows, tl.program_id(0) % tiles * BK, left,
+            K, WIDTH, BK, CHUNK, LEVELS, BLOCK_LIMIT, DOT, PRECISION,
+        )  # fmt: skip
+        tl.store(strongs + chunk * WIDTH + c, (tl.zeros((BK,), tl.int32) + base + 1).to(tl.int8))
 
 
 @triton.jit
-def _halves(query, key, gate, level, CHUNK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """The operands of the pairs between the two halves, of 2^level tokens, of each block of twice as many: queries of
-    the right half with the decay over the gates from the middle to their own, keys of the left half with that over the
-    gates after theirs; besides, that decay, which rows are right ones, and which pairs lie in one block."""
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    right = ((i >> level) & 1) == 1
-    spanned = ((i >> level) == (j >> level)) & tl.where(right, j <= i, j > i)
-    decay = tl.exp2(selected_sums(spanned, gate, DOT, PRECISION))
-    late = tl.where(right, query * decay, 0.0).to(DOT)
-    early = tl.where(right, 0.0, key * decay).to(DOT)
-    return late, early, decay, right, (i >> (level + 1)) == (j >> (level + 1))
+def _strong_operands(
+    q, k, g, qe, ke, scale, q_t, q_c, k_t, k_c, g_t, g_c, rows, channel, left,
+    K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK_LIMIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The operands of a strong tile, and its base. Loaded again and in narrow tiles: what ordinary tiles take would
+    take longer with more registers."""
+    narrow: tl.constexpr = BK if BK <= 32 else 32
+    base = LEVELS
+    for start in range(0, BK, narrow):
+        c = channel + start + tl.arange(0, narrow)
+        at = rows[:, None] * WIDTH + c[None, :]
+        gate = gate_tile(g, rows, g_t, c, g_c, left, K)
+        base = tl.minimum(base, _base(gate, CHUNK, LEVELS, BLOCK_LIMIT, DOT, PRECISION))
+        query = tile(q, rows, q_t, c, q_c, left, K).to(tl.float32)
+        query *= tl.exp2(selected_sums(rows[None, :] <= rows[:, None], gate, DOT, PRECISION)) * scale
+        tl.store(qe + at, query.to(DOT))
+        key = tile(k, rows, k_t, c, k_c, left, K).to(tl.float32)
+        key *= tl.exp2(selected_sums(rows[None, :] > rows[:, None], gate, DOT, PRECISION))
+        tl.store(ke + at, key.to(DOT))
+    return base
+
+
+@triton.jit
+def _base(
+    gate, CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_LIMIT: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The largest base, at most LEVELS, such that between the tokens of no block of 2^base gates sum up to more than
+    twice the limit. Row n of the sums is node n of the binary tree whose leaves are the tokens, CHUNK and up."""
+    node, j = tl.arange(0, CHUNK), tl.arange(0, CHUNK)[None, :]
+    height = tl.full((CHUNK,), LEVELS, tl.int32)
+    for level in tl.static_range(1, LEVELS):
+        height -= ((node >> level) != 0).to(tl.int32)
+    size = (1 << height)[:, None]
+    # a block's first gate lies before all of its tokens
+    between = ((j + CHUNK) >> height[:, None] == node[:, None]) & ((j & (size - 1)) != 0)
+    sums = tl.dot(tl.where(between, 1.0, 0.0).to(DOT), tl.abs(gate).to(DOT), input_precision=PRECISION)
+    fits = tl.max(sums, 1) <= 2 * BLOCK_LIMIT
+    return tl.min(tl.where(fits, LEVELS, height - 1), 0)
+
+
+@triton.jit
+def _write_weights(weights, LEVELS: tl.constexpr):
+    """How gates enter the exponents of strong tiles, as matrices to be multiplied with, which take too many
+    instructions to be made where they are used. At (token i, gate of token j), of 2^LEVELS tokens:
+
+    from 0              on level l, 1 where j lies between i and the middle of i's block of 2^(l + 1) tokens
+    from LEVELS         in blocks of 2^base tokens, i's less an earlier token's is the sum between the two, and none
+                        exceeds half of all between the block's: a half for j up to i, minus a half for j after i
+    2 LEVELS + 1 and 2  1 where j is not after i; where it is
+    """
+    size: tl.constexpr = 1 << LEVELS
+    i, j = tl.arange(0, size)[:, None], tl.arange(0, size)[None, :]
+    for n in range(tl.program_id(0), 2 * LEVELS + 3, tl.num_programs(0)):
+        to_middle = ((i >> n) == (j >> n)) & ((((i >> n) & 1) == 1) == (j <= i))
+        base = n - LEVELS
+        inside = ((i >> base) == (j >> base)) & ((j & ((1 << base) - 1)) != 0)
+        halves = tl.where(inside, tl.where(j <= i, 0.5, -0.5), 0.0)
+        sums = tl.where((j <= i) == (n == 2 * LEVELS + 1), 1.0, 0.0)
+        values = tl.where(n < LEVELS, tl.where(to_middle, 1.0, 0.0), tl.where(n <= 2 * LEVELS, halves, sums))
+        tl.store(weights + n * size * size + i * size + j, values.to(weights.dtype.element_ty))
+
+
+@triton.jit
+def _weights(weights, n, rows, CHUNK: tl.constexpr):
+    return tl.load(weights + n * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :])
+
+
+@triton.jit
+def _block(query, key, gate, between, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """The operands of the pairs inside of each block of 2^base tokens, and the decays that they have."""
+    exponent = selected_sums(between, gate, DOT, PRECISION)
+    since, until = tl.exp2(exponent), tl.exp2(-exponent)
+    return (query * since).to(DOT), (key * until).to(DOT), since, until
+
+
+@triton.jit
+def _across(i, j, level):
+    """Whether tokens i and j lie in the two halves, of 2^level tokens, of one block."""
+    return (i >> level) == ((j >> level) ^ 1)
+
+
+@triton.jit
+def _halves(query, key, gate, to_middle, right, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """The operand of the pairs between the two halves, of 2^level tokens, of each block of twice as many: queries of
+    the ``right`` half with the decay over the gates from the middle to their own, keys of the left half with that over
+    the gates after theirs. Its product with itself has these pairs where tokens lie ``_across``."""
+    decay = tl.exp2(selected_sums(to_middle, gate, DOT, PRECISION))
+    return (tl.where(right, query, key) * decay).to(DOT)
 
 
 @triton.jit
@@ -87,51 +178,18 @@ def _any_strong(strongs, first, end, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def strong_operands(
-    q, k, g, qe, ke, strongs, scale,
-    q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, g_b, g_t, g_h, g_c,
-    tokens, chunks, heads, all_chunks, count,
-    K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The operands of strong channels; one program ``count`` chunks, at most CHUNKS."""
-    start = tl.program_id(0).to(tl.int64) * count
-    end = tl.minimum(start + count, all_chunks)
-    if not _any_strong(strongs, start, end, WIDTH, CHUNKS):
-        return
-    rows = tl.arange(0, CHUNK)
-    i, j = rows[:, None], rows[None, :]
-    for chunk in range(start, end):
-        if _any_strong(strongs, chunk, end, WIDTH, 1):
-            bh, n = chunk // chunks, chunk % chunks
-            b, h = bh // heads, bh % heads
-            first, left = chunk_rows(n, tokens, CHUNK)
-            operand = chunk * CHUNK * WIDTH
-            for channel in range(0, WIDTH, BK):
-                c = channel + tl.arange(0, BK)
-                strong = tl.load(strongs + chunk * WIDTH + c) != 0
-                gate = gate_tile(g + b * g_b + h * g_h + first * g_t, rows, g_t, c, g_c, left, K)
-                query = tile(q + b * q_b + h * q_h + first * q_t, rows, q_t, c, q_c, left, K).to(tl.float32)
-                key = tile(k + b * k_b + h * k_h + first * k_t, rows, k_t, c, k_c, left, K).to(tl.float32)
-                query *= tl.exp2(selected_sums(j <= i, gate, DOT, PRECISION)) * scale
-                key *= tl.exp2(selected_sums(j > i, gate, DOT, PRECISION))
-                store_columns(qe + operand, query, rows, WIDTH, c, strong, CHUNK, WIDTH)
-                store_columns(ke + operand, key, rows, WIDTH, c, strong, CHUNK, WIDTH)
-
-
-@triton.jit(do_not_specialize=_RUNTIME)
 def chunk_pairs(
-    q, k, g, qe, ke, strongs, pairs, scale,
+    q, k, g, qe, ke, strongs, weights, pairs, scale,
     q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, g_b, g_t, g_h, g_c,
     tokens, chunks, heads, all_chunks, count,
     K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     LEVELS: tl.constexpr, ALL: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The attention matrix inside of chunks of 2^LEVELS tokens: of ALL, or of those with strong channels.
+    """The attention matrix inside of chunks of 2^LEVELS tokens: of ALL, or of those with strong tiles.
 
-    Of strong channels exact for every gate: a block's right half against its left one, with the boundary between them
-    as the reference, and each half again as a block, down to single tokens. Every exponent is the sum of gates that
-    lie between the two. One program ``count`` chunks, at most CHUNKS.
+    Of strong tiles exact for every gate: a block's right half against its left one, with the boundary between them as
+    the reference, and each half again as a block, down to blocks of 2^base tokens. Every exponent is the sum of gates
+    that lie between the two. One program ``count`` chunks, at most CHUNKS.
     """
     start = tl.program_id(0).to(tl.int64) * count
     end = tl.minimum(start + count, all_chunks)
@@ -141,45 +199,35 @@ def chunk_pairs(
     rows = tl.arange(0, CHUNK)
     i, j = rows[:, None], rows[None, :]
     for chunk in range(start, end):
-        exact = _any_strong(strongs, chunk, end, WIDTH, 1)
-        if ALL or exact:
-            bh, n = chunk // chunks, chunk % chunks
-            b, h = bh // heads, bh % heads
+        if ALL or _any_strong(strongs, chunk, end, WIDTH, 1):
+            b, h, n = place(chunk, chunks, heads)
             first, left = chunk_rows(n, tokens, CHUNK)
-            operand = chunk * CHUNK * WIDTH
             out = tl.zeros((CHUNK, CHUNK), tl.float32)
             for channel in range(0, WIDTH, BK):
                 c = channel + tl.arange(0, BK)
-                at = rows[:, None] * WIDTH + c[None, :]
-                late, early = tl.load(qe + operand + at), tl.load(ke + operand + at)
-                if exact:
-                    here = (tl.load(strongs + chunk * WIDTH + c) != 0)[None, :]
-                    late = tl.where(here, 0.0, late.to(tl.float32)).to(DOT)
-                    early = tl.where(here, 0.0, early.to(tl.float32)).to(DOT)
+                base = tl.load(strongs + chunk * WIDTH + channel).to(tl.int32) - 1
+                if base >= 0:
                     gate = gate_tile(g + b * g_b + h * g_h + first * g_t, rows, g_t, c, g_c, left, K)
                     query = tile(q + b * q_b + h * q_h + first * q_t, rows, q_t, c, q_c, left, K)
                     query = query.to(tl.float32) * scale
                     key = tile(k + b * k_b + h * k_h + first * k_t, rows, k_t, c, k_c, left, K).to(tl.float32)
-                    out = _exact_pairs(
-                        out, tl.where(here, query, 0.0), key, gate, CHUNK, LEVELS, DOT, PRECISION
-                    )
-                ordinary = tl.dot(late, tl.trans(early), input_precision=PRECISION)
-                # what overflowed above the diagonal is dropped
-                out += tl.where(i >= j, ordinary, 0.0)
+                    between = _weights(weights, LEVELS + base, rows, CHUNK)
+                    late, early, _since, _until = _block(query, key, gate, between, DOT, PRECISION)
+                    product = tl.dot(late, tl.trans(early), input_precision=PRECISION)
+                    out += tl.where((i >> base) == (j >> base), product, 0.0)
+                    for level in range(base, LEVELS):
+                        to_middle = _weights(weights, level, rows, CHUNK)
+                        right = ((i >> level) & 1) == 1
+                        x = _halves(query, key, gate, to_middle, right, DOT, PRECISION)
+                        product = tl.dot(x, tl.trans(x), input_precision=PRECISION)
+                        out += tl.where(_across(i, j, level), product, 0.0)
+                else:
+                    at = chunk * CHUNK * WIDTH + i * WIDTH + c[None, :]
+                    late, early = tl.load(qe + at), tl.load(ke + at)
+                    out = tl.dot(late, tl.trans(early), out, input_precision=PRECISION)
+            # above the diagonal all may have overflowed
+            out = tl.where(i >= j, out, 0.0)
             tl.store(pairs + chunk * CHUNK * CHUNK + i * CHUNK + j, out.to(DOT))
-
-
-@triton.jit
-def _exact_pairs(
-    out, query, key, gate,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    out += tl.where(i == j, tl.sum(query * key, 1)[:, None], 0.0)
-    for level in range(LEVELS):
-        late, early, _, _, same = _halves(query, key, gate, level, CHUNK, DOT, PRECISION)
-        out += tl.where(same, tl.dot(late, tl.trans(early), input_precision=PRECISION), 0.0)
-    return out
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -331,7 +379,7 @@ def operands_backward(
     K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHUNK: tl.constexpr, GIVEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg of ordinary channels; one program a (chunk, tile of key channels). WIDTH is a row of qe and ke; GIVEN
+    """dq, dk, dg of ordinary tiles; one program a (chunk, tile of key channels). WIDTH is a row of qe and ke; GIVEN
     says that the pairs' gradient is there, from ``pairs_backward``.
 
     dg is a suffix sum of q dq - k dk over the very operands, rounded as they are, that entered the products: their
@@ -341,11 +389,9 @@ def operands_backward(
     tiles: tl.constexpr = WIDTH // BK
     chunk = (tl.program_id(0) // tiles).to(tl.int64)
     c = tl.program_id(0) % tiles * BK + tl.arange(0, BK)
-    strong = tl.load(strongs + chunk * WIDTH + c)
-    if tl.min(strong, 0) != 0:
+    if tl.load(strongs + chunk * WIDTH + tl.program_id(0) % tiles * BK) != 0:
         return
-    bh, n = chunk // chunks, chunk % chunks
-    b, h = bh // heads, bh % heads
+    b, h, n = place(chunk, chunks, heads)
     rows = tl.arange(0, CHUNK)
     first, left = chunk_rows(n, tokens, CHUNK)
     at = rows[:, None] * WIDTH + c[None, :]
@@ -371,33 +417,34 @@ def operands_backward(
     down = selected_sums(rows[None, :] > i, gate, DOT, PRECISION)
     down -= tl.load(totals + chunk * WIDTH + c)[None, :] * 0.5
     start = b * dq_b + h * dq_h + first * dq_t
-    store_columns(dq + start, dquery * tl.exp2(-down) * scale, rows, dq_t, c, strong == 0, left, K)
-    store_columns(dk + start, dkey * tl.exp2(down), rows, dq_t, c, strong == 0, left, K)
-    store_columns(dg + start, dgate, rows, dq_t, c, strong == 0, left, K)
+    store_tile(dq + start, dquery * tl.exp2(-down) * scale, rows, dq_t, c, 1, left, K)
+    store_tile(dk + start, dkey * tl.exp2(down), rows, dq_t, c, 1, left, K)
+    store_tile(dg + start, dgate, rows, dq_t, c, 1, left, K)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def strong_operands_backward(
-    q, k, v, g, do, given, totals, strongs, entering, leaving, dq, dk, dg, scale,
+    q, k, v, g, do, given, totals, strongs, weights, entering, leaving, dq, dk, dg, scale,
     q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, v_b, v_t, v_h, v_c, g_b, g_t, g_h, g_c,
     do_b, do_t, do_h, do_c, dq_b, dq_t, dq_h,
     tokens, chunks, heads, all_chunks, count,
     K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, LEVELS: tl.constexpr, GIVEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg of strong channels: as ``chunk_pairs`` splits them. dg sums just those pairs that span a gate.
-    One program ``count`` chunks, at most CHUNKS, of one tile of key channels."""
+    """dq, dk, dg of strong tiles: as ``chunk_pairs`` splits them. Between halves dg sums just those pairs that span a
+    gate. One program ``count`` chunks, at most CHUNKS, of one tile of key channels."""
     tiles: tl.constexpr = WIDTH // BK
     start = (tl.program_id(0) // tiles).to(tl.int64) * count
     end = tl.minimum(start + count, all_chunks)
     if not _any_strong(strongs, start, end, WIDTH, CHUNKS):
         return
-    c = tl.program_id(0) % tiles * BK + tl.arange(0, BK)
+    channel = tl.program_id(0) % tiles * BK
+    c = channel + tl.arange(0, BK)
     for chunk in range(start, end):
-        strong = tl.load(strongs + chunk * WIDTH + c) != 0
-        if tl.max(strong.to(tl.int32), 0) != 0:
+        base = tl.load(strongs + chunk * WIDTH + channel).to(tl.int32) - 1
+        if base >= 0:
             _strong_chunk(
-                q, k, v, g, do, given, totals, strong, entering, leaving, dq, dk, dg, scale,
+                q, k, v, g, do, given, totals, base, weights, entering, leaving, dq, dk, dg, scale,
                 q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, v_b, v_t, v_h, v_c, g_b, g_t, g_h, g_c,
                 do_b, do_t, do_h, do_c, dq_b, dq_t, dq_h,
                 chunk, c, tokens, chunks, heads,
@@ -407,15 +454,14 @@ def strong_operands_backward(
 
 @triton.jit
 def _strong_chunk(
-    q, k, v, g, do, given, totals, strong, entering, leaving, dq, dk, dg, scale,
+    q, k, v, g, do, given, totals, base, weights, entering, leaving, dq, dk, dg, scale,
     q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, v_b, v_t, v_h, v_c, g_b, g_t, g_h, g_c,
     do_b, do_t, do_h, do_c, dq_b, dq_t, dq_h,
     chunk, c, tokens, chunks, heads,
     K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr, GIVEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    bh, n = chunk // chunks, chunk % chunks
-    b, h = bh // heads, bh % heads
+    b, h, n = place(chunk, chunks, heads)
     rows = tl.arange(0, CHUNK)
     first, left = chunk_rows(n, tokens, CHUNK)
     q += b * q_b + h * q_h + first * q_t
@@ -426,29 +472,45 @@ def _strong_chunk(
         given + chunk * CHUNK * CHUNK, entering + chunk * K * V, leaving + chunk * K * V, rows, c, left,
         K, V, BK, BV, CHUNK, GIVEN, DOT, PRECISION,
     )  # fmt: skip
-    query = tile(q, rows, q_t, c, q_c, left, K).to(tl.float32) * scale
+    i, j = rows[:, None], rows[None, :]
+    dpairs *= scale
+    itself = tl.sum(tl.where(i == j, dpairs, 0.0), 1)[:, None]
+    both = tl.where(i > j, dpairs, tl.trans(dpairs)).to(DOT)
+    query = tile(q, rows, q_t, c, q_c, left, K).to(tl.float32)
     key = tile(k, rows, k_t, c, k_c, left, K).to(tl.float32)
     gate = gate_tile(g, rows, g_t, c, g_c, left, K)
-    i, j = rows[:, None], rows[None, :]
-    dquery *= tl.exp2(selected_sums(j <= i, gate, DOT, PRECISION))
-    dkey *= tl.exp2(selected_sums(j > i, gate, DOT, PRECISION))
-    dgate = selected_sums(j >= i, query * dquery, DOT, PRECISION)
-    dgate += selected_sums(j < i, key * dkey, DOT, PRECISION)
+    upto = _weights(weights, 2 * LEVELS + 1, rows, CHUNK)
+    dquery *= tl.exp2(selected_sums(upto, gate, DOT, PRECISION)) * scale
+    dgate = tl.dot(tl.trans(upto.to(DOT)), (query * dquery).to(DOT), input_precision=PRECISION)
+    after = _weights(weights, 2 * LEVELS + 2, rows, CHUNK)
+    dkey *= tl.exp2(selected_sums(after, gate, DOT, PRECISION))
+    dgate = tl.dot(tl.trans(after.to(DOT)), (key * dkey).to(DOT), dgate, input_precision=PRECISION)
     dgate += (tl.exp2(tl.load(totals + chunk * WIDTH + c)) * through)[None, :]
-    itself = tl.sum(tl.where(i == j, dpairs, 0.0), 1)[:, None]
     dquery += itself * key
     dkey += itself * query
-    for level in range(LEVELS):
-        late, early, decay, right, same = _halves(query, key, gate, level, CHUNK, DOT, PRECISION)
-        part = tl.where(same, dpairs, 0.0).to(DOT)
-        dlate = tl.where(right, tl.dot(part, early, input_precision=PRECISION), 0.0)
-        dearly = tl.where(right, 0.0, tl.dot(tl.trans(part), late, input_precision=PRECISION))
-        dquery += dlate * decay
-        dkey += dearly * decay
-        spanned = late.to(tl.float32) * dlate + early.to(tl.float32) * dearly
-        within = ((i >> level) == (j >> level)) & tl.where(right, j >= i, j < i)
-        dgate += selected_sums(within, spanned, DOT, PRECISION)
+    for level in range(base, LEVELS):
+        to_middle = _weights(weights, level, rows, CHUNK)
+        right = ((i >> level) & 1) == 1
+        decay = tl.exp2(selected_sums(to_middle, gate, DOT, PRECISION))
+        x = tl.where(right, query, key)
+        dx = tl.dot(
+            tl.where(_across(i, j, level), both, 0.0).to(DOT), (x * decay).to(DOT), input_precision=PRECISION
+        )
+        dx *= decay
+        dgate = tl.dot(tl.trans(to_middle.to(DOT)), (x * dx).to(DOT), dgate, input_precision=PRECISION)
+        dquery += tl.where(right, dx, 0.0)
+        dkey += tl.where(right, 0.0, dx)
+    between = _weights(weights, LEVELS + base, rows, CHUNK)
+    late, early, since, until = _block(query, key, gate, between, DOT, PRECISION)
+    inside = (i >> base) == (j >> base)
+    dlate = tl.dot(tl.where(inside & (i > j), both, 0.0).to(DOT), early, input_precision=PRECISION)
+    dearly = tl.dot(tl.where(inside & (i < j), both, 0.0).to(DOT), late, input_precision=PRECISION)
+    # inside of a block as a suffix sum over the very operands, as in ``operands_backward``
+    dexponent = late.to(tl.float32) * dlate - early.to(tl.float32) * dearly
+    dgate = selected_sums(tl.trans(between), dexponent, DOT, PRECISION, dgate)
+    dquery += dlate * since
+    dkey += dearly * until
     start = b * dq_b + h * dq_h + first * dq_t
-    store_columns(dq + start, dquery * scale, rows, dq_t, c, strong, left, K)
-    store_columns(dk + start, dkey, rows, dq_t, c, strong, left, K)
-    store_columns(dg + start, dgate, rows, dq_t, c, strong, left, K)
+    store_tile(dq + start, dquery, rows, dq_t, c, 1, left, K)
+    store_tile(dk + start, dkey, rows, dq_t, c, 1, left, K)
+    store_tile(dg + start, dgate, rows, dq_t, c, 1, left, K)

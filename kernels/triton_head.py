@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_compile.kernels.triton_math import chunk_rows, log2_gate, selected_sums, store_tile, tile
+from zeco_compile.kernels.triton_math import chunk_rows, log2_gate, place, selected_sums, store_tile, tile
 
 _RUNTIME = ["tokens", "chunks", "per_segment", "heads"]
 
@@ -113,8 +113,7 @@ def chunk_pairs(
 ):  # fmt: skip
     """The attention matrix inside of each chunk, not yet scaled; one program a chunk."""
     chunk = tl.program_id(0).to(tl.int64)
-    bh, n = chunk // chunks, chunk % chunks
-    b, h = bh // heads, bh % heads
+    b, h, n = place(chunk, chunks, heads)
     rows = tl.arange(0, CHUNK)
     i, j = rows[:, None], rows[None, :]
     first, left = chunk_rows(n, tokens, CHUNK)
@@ -225,8 +224,7 @@ def operands_backward(
     state after it, and the one state's way to the other.
     """
     chunk = tl.program_id(0).to(tl.int64)
-    bh, n = chunk // chunks, chunk % chunks
-    b, h = bh // heads, bh % heads
+    b, h, n = place(chunk, chunks, heads)
     rows = tl.arange(0, CHUNK)
     i, j = rows[:, None], rows[None, :]
     first, left = chunk_rows(n, tokens, CHUNK)

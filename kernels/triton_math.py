@@ -15,6 +15,15 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def place(chunk, chunks, heads):
+    """Of one chunk of all: its batch and head, in 64 bits, and its number in the sequence. Divisions in 32 bits take a
+    fraction of the instructions."""
+    chunk = tl.cast(chunk, tl.int32)
+    bh = chunk // chunks
+    return (bh // heads).to(tl.int64), (bh % heads).to(tl.int64), chunk % chunks
+
+
+@triton.jit
 def chunk_rows(n, tokens, CHUNK: tl.constexpr):
     """Of chunk n: its first token, in 64 bits, and how many it has. Offsets inside of a chunk fit 32 bits."""
     first = tl.cast(n, tl.int64) * CHUNK
@@ -45,16 +54,6 @@ def store_tile(base, x, t, row_stride, c, column_stride, tokens, channels: tl.co
 
 
 @triton.jit
-def store_columns(base, x, t, row_stride, c, wanted, tokens, channels: tl.constexpr):
-    """Only the ``wanted`` columns, which are mostly all: a mask that differs by column costs the wide stores."""
-    if tl.min(wanted.to(tl.int32), 0) != 0:
-        store_tile(base, x, t, row_stride, c, 1, tokens, channels)
-    else:
-        mask = (t < tokens)[:, None] & ((c < channels) & wanted)[None, :]
-        tl.store(base + t[:, None] * row_stride + c[None, :], x.to(base.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def log2_gate(g):
     """A loaded gate in log2 and float32, hard resets made finite. NaN stays NaN, which a maximum would drop."""
     x = g.to(tl.float32) * LOG2_E
@@ -67,18 +66,20 @@ def gate_tile(base, t, row_stride, c, column_stride, tokens, channels: tl.conste
 
 
 @triton.jit
-def selected_sums(taken, x, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """For each row of ``taken`` [rows, rows] (booleans), the sum of the rows of x [rows, columns] that it takes.
+def selected_sums(weights, x, DOT: tl.constexpr, PRECISION: tl.constexpr, added=None):
+    """For each row of ``weights`` [rows, rows] (booleans, or numbers of a few bits), the sum of the rows of x
+    [rows, columns] with these weights, and what is to be ``added``.
 
-    As a product with zeros and ones, which costs a fraction of a scan; what a sum leaves out is multiplied by 0 and
-    costs it no precision. x is taken to 16 bits where everything else has 8, else to 22 or more.
+    As a product, which costs a fraction of a scan; what a sum leaves out is multiplied by 0 and costs it no precision.
+    x is taken to 16 bits where everything else has 8, else to 22 or more.
     """
     if tl.bfloat16 == DOT:
-        ones = taken.to(tl.bfloat16)
+        weights = weights.to(tl.bfloat16)
         # cut off, not rounded: what is left over is exact either way, and this is one instruction for two slow ones
         high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-        return tl.dot(ones, high.to(tl.bfloat16), tl.dot(ones, (x - high).to(tl.bfloat16)))
-    return tl.dot(taken.to(tl.float32), x, input_precision="ieee" if PRECISION == "ieee" else "tf32x3")
+        return tl.dot(weights, high.to(tl.bfloat16), tl.dot(weights, (x - high).to(tl.bfloat16), added))
+    precision: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
+    return tl.dot(weights.to(tl.float32), x, added, input_precision=precision)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_compile.kernels.triton_math import chunk_rows, tile
+from zeco_compile.kernels.triton_math import chunk_rows, place, tile
 
 
 @triton.jit(do_not_specialize=["segments"])
@@ -53,8 +53,7 @@ def pairs_backward(
 ):  # fmt: skip
     """The gradient of each chunk's attention matrix, do v^T; one program a chunk. It needs no state."""
     chunk = tl.program_id(0).to(tl.int64)
-    bh, n = chunk // chunks, chunk % chunks
-    b, h = bh // heads, bh % heads
+    b, h, n = place(chunk, chunks, heads)
     rows = tl.arange(0, CHUNK)
     i, j = rows[:, None], rows[None, :]
     first, left = chunk_rows(n, tokens, CHUNK)

@@ -65,6 +65,28 @@ def test_every_gate(fused, make_problem, error, kind, gate):
     assert max(errors.values()) < 1e-5, errors
 
 
+@pytest.mark.parametrize(("base", "gate"), [*enumerate((-60.0, -35.0, -13.0, -5.5, -2.6, -1.3, -0.655))])
+def test_blocks_are_as_long_as_the_gates_allow(fused, make_problem, error, base, gate):
+    """Each length; a slow channel beside them, and resets between blocks, which are no matter."""
+    p = make_problem(1, 130, 2, 40, 20, "channel", "slow", dtype=torch.float32, device=DEVICE)
+    p.g[..., 32:] = gate
+    p.g[..., 35] = -0.1
+    p.g[:, 64, :, 37] = -1e4
+    strong = fused.prepare(p.q, p.k, p.v, p.g, p.scale, True)[2][3]
+    assert strong[:, :2].unique(dim=2).tolist() == [[[0, base + 1]] * 2] * 2  # two tiles of key channels
+    for everywhere in (False, True):
+        errors = worst(fused, p, error, everywhere)
+        assert max(errors.values()) < 1e-5, errors
+
+
+def test_gates_of_all_strengths_in_one_chunk(fused, make_problem, error):
+    p = make_problem(1, 130, 2, 8, 20, "channel", "slow", dtype=torch.float32, device=DEVICE)
+    p.g[..., 1:7] = p.g.new_tensor([-0.1, -0.655, -1.3, -5.5, -30.0, -90.0])
+    p.g[:, ::7, :, 7] = -1e4
+    errors = worst(fused, p, error)
+    assert max(errors.values()) < 1e-5, errors
+
+
 @pytest.mark.parametrize(
     ("sizes", "kind"),
     [
