@@ -60,7 +60,7 @@ def main() -> int:
 
 def check(key: int, value: int, dtype: torch.dtype, kind: str) -> list[str]:
     """Lines for the gates, none too, of one size."""
-    kinds = [(kind, gate) for gate in ("slow", "strong", "mixed")] + (
+    kinds = [(kind, gate) for gate in ("slow", "strong", "mixed", "rising")] + (
         [("none", "")] if kind == "head" else []
     )
     lines = []
@@ -102,7 +102,16 @@ def one(key: int, value: int, dtype: torch.dtype, kind: str, gate: str, everywhe
         shape = (batch, tokens, heads, *((key,) if kind == "channel" else ()))
         noise = torch.rand(shape, generator=draw, device="cuda")
         slow = -0.05 * noise
-        g = {"slow": slow, "strong": slow - 7, "mixed": torch.where(noise < 0.1, -40.0, slow)}[gate]
+        # each chunk of each head another size, from blocks of a chunk down to single tokens
+        chunk = (torch.arange(tokens, device="cuda") // 64).view(1, tokens, 1)
+        size = 2.0 ** (
+            chunk
+            + 2 * torch.arange(heads, device="cuda")
+            + 3 * torch.arange(batch, device="cuda").view(-1, 1, 1)
+        )
+        rising = -(0.5 + noise) * (size if kind == "head" else size.unsqueeze(-1))
+        mixed = torch.where(noise < 0.1, -40.0, slow)
+        g = {"slow": slow, "strong": slow - 7, "mixed": mixed, "rising": rising}[gate]
     scale = key**-0.5
     leaves = [None if x is None else x.double().requires_grad_() for x in (q, k, v, g, state)]
     truth = recurrent_gated_linear_attention(
