@@ -46,9 +46,9 @@ _GROUP = 16
 # How far, in log2, a gate's sum may lie from the chunk's middle: 2^86 squared still fits the range of bf16 and
 # float32, while for float32 inputs the rounding error of such a sum (1e-7 of it) has to stay small.
 _LIMIT_BF16, _LIMIT_FP32 = 86.0, 30.0
-# The same inside of a block of a strong tile, whose operands meet no state: with gates of -5 to -20 in natural units
-# nearly all tiles then have blocks of 8 tokens, with 86 few.
-_BLOCK_LIMITS = {_LIMIT_BF16: 96.0, _LIMIT_FP32: 30.0}
+# The same inside of a block of a strong tile, whose operands meet no state: with gates of -20 in natural units blocks of
+# 8 tokens. Keys and queries may then be as large as 2^23, and as small.
+_BLOCK_LIMITS = {_LIMIT_BF16: 104.0, _LIMIT_FP32: 30.0}
 
 
 @dataclass(frozen=True)
