@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -46,9 +46,13 @@ _GROUP = 16
 # How far, in log2, a gate's sum may lie from the chunk's middle: 2^86 squared still fits the range of bf16 and
 # float32, while for float32 inputs the rounding error of such a sum (1e-7 of it) has to stay small.
 _LIMIT_BF16, _LIMIT_FP32 = 86.0, 30.0
-# The same inside of a block of a strong tile, whose operands meet no state: with gates of -20 in natural units blocks of
-# 8 tokens. Keys and queries may then be as large as 2^23, and as small.
+# The same inside of a block of a strong tile, whose operands meet no state: with gates of -20 in natural units blocks
+# of 8 tokens. Keys and queries may then be as large as 2^23, and as small.
 _BLOCK_LIMITS = {_LIMIT_BF16: 104.0, _LIMIT_FP32: 30.0}
+
+
+# Of a plan; more come only with other strides and scales.
+_MOST_STARTED = 256
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,24 @@ class _Plan:
     precision: str
     limit: float
     launches: dict[str, Launch]
+    started: dict[Any, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
+
+    def start(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        """Starts a kernel: the first time through Triton, which compiles it for what it finds of the arguments (dtypes,
+        alignment, sizes of strides); after that as it was compiled, which takes half the time."""
+        seen = [(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x for x in arguments]
+        key = (id(kernel), *seen, *constants.values())
+        known = self.started.get(key)
+        if known is None:
+            compiled = kernel[grid](*arguments, **constants)
+            if compiled is not None:  # as it is from the interpreter
+                if len(self.started) >= _MOST_STARTED:
+                    self.started.clear()
+                names = kernel.arg_names[len(arguments) :]
+                self.started[key] = compiled, tuple(constants[name] for name in names)
+            return
+        compiled, rest = known
+        compiled[*grid, 1, 1](*arguments, *rest)
 
     @property
     def rows(self) -> int:
@@ -193,12 +215,23 @@ def _most_segments(rows: int, width: int, value: int, wide: bool, device: torch.
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> _Plan:
-    return _plan_for(check_sizes(q, k, v, g), q.device, *_precision(q.device, q, k, v))
+    gate = None if g is None else (g.shape, g.dtype)
+    key = (q.shape, k.shape, v.shape, gate, q.dtype, k.dtype, v.dtype, q.device)
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _make_plan(check_sizes(q, k, v, g), q.device, *_precision(q.device, q, k, v))
+    return plan
 
 
-@lru_cache(maxsize=256)
-def _plan_for(sizes: Sizes, device: torch.device, dot: Any, precision: str, limit: float) -> _Plan:
-    """Kept, since it takes as long to make as three kernels do to start."""
+_plans: dict[Any, _Plan] = {}
+"""Kept, since one takes as long to make as three kernels do to start."""
+
+_MOST_PLANS = 256
+
+
+def _make_plan(sizes: Sizes, device: torch.device, dot: Any, precision: str, limit: float) -> _Plan:
     width = _width(sizes.key)
     chunks = triton.cdiv(sizes.tokens, CHUNK)
     wide = dot != tl.bfloat16
@@ -320,7 +353,8 @@ def _scan(
     grid = (plan.rows, triton.cdiv(sizes.key, rows), triton.cdiv(sizes.value, columns))
     if boundary is not None:
         boundary = boundary.contiguous()
-    scan_segments[grid](
+    plan.start(
+        scan_segments, grid,
         states, decays, boundary, starts, end, whole, plan.segments,
         K=sizes.key, V=sizes.value, WIDTH=width, BK=rows, BV=columns, BOUNDARY=boundary is not None,
         REVERSE=reverse, num_warps=4,
@@ -339,7 +373,8 @@ def prepare(
     states, decays = kept[-2:]
     if _per_channel(g):
         queries, keys, totals, strong, weights = kept[:5]
-        channel.operands[plan.by_chunk("operands")](
+        plan.start(
+            channel.operands, plan.by_chunk("operands"),
             q, k, g, queries, keys, totals, strong, weights, scale,
             *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(),
             **plan.tiles("operands", "K", "BK"), WIDTH=plan.width, LEVELS=_LEVELS, LIMIT=plan.limit,
@@ -349,7 +384,8 @@ def prepare(
     else:
         if g is not None:
             to, after, totals, large = kept[:4]
-            head.gate_sums[(plan.rows, triton.cdiv(plan.chunks, 16))](
+            plan.start(
+                head.gate_sums, (plan.rows, triton.cdiv(plan.chunks, 16)),
                 g, to, after, totals, large, *_strides(g, 3), *plan.all_chunks(),
                 CHUNKS=16, CHUNK=CHUNK, LIMIT=_LIMIT_FP32, num_warps=4,
             )  # fmt: skip
@@ -371,7 +407,8 @@ def _channel_states(
     *,
     reverse: bool,
 ) -> None:
-    channel.segment_states[plan.by_segment("segment_states")](
+    plan.start(
+        channel.segment_states, plan.by_segment("segment_states"),
         operand, values, totals, strong, states, decays, *_strides(values), *plan.tokens(),
         **plan.tiles("segment_states"), REVERSE=reverse,
     )  # fmt: skip
@@ -389,7 +426,8 @@ def _head_states(
     reverse: bool,
 ) -> None:
     to, after, totals, _ = _sums(kept)
-    head.segment_states[plan.by_segment("segment_states")](
+    plan.start(
+        head.segment_states, plan.by_segment("segment_states"),
         operand, values, to if reverse else after, totals, states, decays, scale,
         *_strides(operand), *_strides(values), *plan.tokens(),
         **plan.tiles("segment_states"), REVERSE=reverse, GATED=totals is not None,
@@ -405,14 +443,16 @@ def chunk_pairs(
     plan = _plan(q, k, v, g)
     if _per_channel(g):
         grid, count = plan.by_group("chunk_pairs")
-        channel.chunk_pairs[grid](
+        plan.start(
+            channel.chunk_pairs, grid,
             q, k, g, *kept[:2], *kept[3:5], pairs, scale,
             *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(), plan.every_chunk, count,
             **plan.tiles("chunk_pairs", "K", "BK"), WIDTH=plan.width, CHUNKS=_GROUP, LEVELS=_LEVELS, ALL=everywhere,
         )  # fmt: skip
     elif everywhere:
         to, _, _, large = _sums(kept)
-        head.chunk_pairs[(plan.every_chunk,)](
+        plan.start(
+            head.chunk_pairs, (plan.every_chunk,),
             q, k, g, to, large, pairs,
             *_strides(q), *_strides(k), *_strides(g, 3), *plan.all_chunks(),
             **plan.tiles("chunk_pairs", "K", "BK"), GATED=g is not None,
@@ -466,13 +506,15 @@ def _read(
     if _per_channel(g):
         queries, keys, totals, strong = kept[:4]
         reader, writer = (keys, queries) if reverse else (queries, keys)
-        channel.read_out[plan.by_segment(name)](
+        plan.start(
+            channel.read_out, plan.by_segment(name),
             reader, writer, values, totals, strong, pairs, starts, out, saved,
             *_strides(values), *_strides(out, 3), *plan.tokens(), **how,
         )  # fmt: skip
         return
     reader, writer = (k, q) if reverse else (q, k)
-    head.read_out[plan.by_segment(name)](
+    plan.start(
+        head.read_out, plan.by_segment(name),
         reader, writer, values, g, *_sums(kept), pairs, starts, out, saved, scale,
         *_strides(reader), *_strides(writer), *_strides(values), *_strides(g, 3), *_strides(out, 3), *plan.tokens(),
         **how, GATED=g is not None,
@@ -516,15 +558,11 @@ def chunk_pairs_backward(
     dpairs = empty_dpairs(q, k, v, everywhere)
     if everywhere:
         plan = _plan(q, k, v, g)
-        pairs_backward[plan.every_chunk,](
-            v,
-            do,
-            dpairs,
-            *_strides(v),
-            *_strides(do),
-            *plan.all_chunks(),
+        plan.start(
+            pairs_backward, (plan.every_chunk,),
+            v, do, dpairs, *_strides(v), *_strides(do), *plan.all_chunks(),
             **plan.tiles("pairs_backward", "V", "BV"),
-        )
+        )  # fmt: skip
     return dpairs
 
 
@@ -555,13 +593,15 @@ def read_out_backward(
     _read(plan, q, k, do, g, pairs, kept, ends, dv, leaving, scale, reverse=True, pairs_given=everywhere)
     if _per_channel(g):
         queries, keys, totals, strong, weights = kept[:5]
-        channel.operands_backward[plan.by_chunk("operands_backward")](
+        plan.start(
+            channel.operands_backward, plan.by_chunk("operands_backward"),
             queries, keys, v, g, do, dpairs, totals, strong, saved, leaving, dq, dk, dg, scale,
             *_strides(v), *_strides(g), *_strides(do), *_strides(dq, 3), *plan.all_chunks(),
             **plan.tiles("operands_backward"), WIDTH=plan.width, GIVEN=everywhere,
         )  # fmt: skip
         grid, count = plan.by_group("strong_operands_backward", tiles=True)
-        channel.strong_operands_backward[grid](
+        plan.start(
+            channel.strong_operands_backward, grid,
             q, k, v, g, do, dpairs, totals, strong, weights, saved, leaving, dq, dk, dg, scale,
             *_strides(q), *_strides(k), *_strides(v), *_strides(g), *_strides(do), *_strides(dq, 3),
             *plan.all_chunks(), plan.every_chunk, count,
@@ -569,7 +609,8 @@ def read_out_backward(
             GIVEN=everywhere,
         )  # fmt: skip
     else:
-        head.operands_backward[(plan.every_chunk,)](
+        plan.start(
+            head.operands_backward, (plan.every_chunk,),
             q, k, v, g, *_sums(kept), do, dpairs, saved, leaving, dq, dk, dg, scale,
             *_strides(q), *_strides(k), *_strides(v), *_strides(g, 3), *_strides(do), *_strides(dq, 3),
             *_strides(dg, 3), *plan.all_chunks(),
