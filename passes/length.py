@@ -73,7 +73,7 @@ def request_symbolic_length(
     _, fakes = torch_private.fake_inputs(gm, example_inputs)
     asked = False
     for each in inputs:
-        if each.along is None or torch_private.sizes_may_vary():
+        if each.along is None or torch_private.all_sizes_vary():
             continue
         tensor, size = example_inputs[each.index], fakes[each.index].shape[each.along]
         if isinstance(size, int) and size > 1 and torch_private.mark_weakly_dynamic(tensor, each.along):
@@ -93,10 +93,12 @@ def fix_length(
     asked = [
         (each.index, each.along)
         for each in inputs
-        if each.along is not None and getattr(example_inputs[each.index], _ASKED, None) == each.along
+        if each.along is not None
+        and getattr(example_inputs[each.index], _ASKED, None) == each.along
+        and not torch_private.may_vary(example_inputs[each.index], each.along)
     ]
     everything = gm, list(range(len(example_inputs))), list(example_inputs)
-    if not asked or torch_private.sizes_may_vary():
+    if not asked or torch_private.all_sizes_vary():
         return everything
     return torch_private.with_constant_sizes(gm, example_inputs, asked) or everything
 

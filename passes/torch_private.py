@@ -344,9 +344,14 @@ def mark_weakly_dynamic(tensor: torch.Tensor, dim: int) -> bool:
     return True
 
 
-def sizes_may_vary() -> bool:
+def all_sizes_vary() -> bool:
     """Whether every size is traced as a symbol, as `torch.compile(dynamic=True)` asks for."""
     return not torch._dynamo.config.assume_static_by_default
+
+
+def may_vary(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether the user has asked that this size be a symbol (`torch._dynamo.mark_dynamic`)."""
+    return dim in getattr(tensor, "_dynamo_dynamic_indices", ())
 
 
 def with_constant_sizes(

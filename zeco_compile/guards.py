@@ -54,11 +54,16 @@ def checked(
     are equally long, each input runs along the sequence in the dimension it was compiled for, the whole sequence is
     as long as the code's branches took for granted, and the masks whose values were relied on are still those."""
     relied_on = [_ReliedOn(mask, example_inputs[mask.index]) for mask in rewritten.masks]
+    run = compiled
+    if len(kept) < len(example_inputs):
+
+        def run(*values: Any) -> Any:
+            return compiled(*(values[index] for index in kept))
+
     if settings.world_size == 1 and not relied_on:
-        return compiled  # no symbol was asked for, and no argument has been dropped
+        return run
     arguments = [each for each in inputs if each.kind == "argument"]
     marks_results = settings.graph_breaks == "allow"
-    takes_all = len(kept) == len(example_inputs)
 
     def call(*values: Any) -> Any:
         for mask in relied_on:
@@ -69,7 +74,7 @@ def checked(
             rows = lengths(inputs, values)
             check_lengths(settings.group, rows, key)
             assumed.refuse_broken(max(rows, default=0) * settings.world_size)
-        results = compiled(*(values if takes_all else [values[index] for index in kept]))
+        results = run(*values)
         if marks_results:
             _mark(arguments, values, rewritten.output_dims, results)
         return results

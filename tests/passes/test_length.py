@@ -64,7 +64,10 @@ def _compiled_for(lengths: list[int], asked: str) -> dict[str, Any]:
             x, w = inputs(length)
             mark_sequence(w, None)
             mine = own(x).clone()
-            if asked == "mark":
+            if asked == "mark later":
+                compiled(mine, w)
+                torch._dynamo.reset()
+            if asked.startswith("mark"):
                 torch._dynamo.mark_dynamic(mine, 1)
             got, expected = compiled(mine, w), model(x, w)
             pairs = [(one, own(other)) for one, other in zip(got, expected, strict=True)]
@@ -82,6 +85,7 @@ def _compiled_for(lengths: list[int], asked: str) -> dict[str, Any]:
         ("nothing", [6, 6, 9, 5, 6], ["constant", "symbol"]),
         ("dynamic", [6, 9, 5], ["symbol"]),
         ("mark", [6, 9, 5], ["symbol"]),
+        ("mark later", [6], ["constant", "symbol"]),
         ("batch", [6, 9, 5], ["constant", "symbol"]),
     ],
 )
