@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from timing import microseconds, slowest
 
 from zeco_compile.lowering import all_scan, communicator, symmetric
 
@@ -131,24 +132,6 @@ def timed(way: Callable[[bool], Any], rounds: int) -> dict[str, list[float]]:
         scans()
     return {how: [microseconds(run) / (2 * SCANS) for _ in range(rounds)] for how, run in
             (("python", scans), ("graph", graph.replay))}  # fmt: skip
-
-
-def microseconds(run: Callable[[], Any]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    if dist.is_initialized():
-        dist.barrier()
-    torch.cuda.synchronize()
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3
-
-
-def slowest(times: list[float]) -> list[float]:
-    everyone = torch.tensor(times, device="cuda")
-    dist.all_reduce(everyone, dist.ReduceOp.MAX)
-    return everyone.tolist()
 
 
 def virtual(device: torch.device, rounds: int) -> list[dict[str, Any]]:

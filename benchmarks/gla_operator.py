@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timing import microseconds
 from torch import Tensor
 
 from zeco_compile import gated_linear_attention
@@ -77,17 +78,6 @@ def in_graph(run: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def microseconds(run: Callable[[], Any]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    for _ in range(5):
-        run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 200.0
-
-
 def measure(shape: tuple[int, int, int, int, int, str, float], rounds: int) -> dict[str, dict[str, Any]]:
     leaves, do = inputs(shape)
     runs: dict[str, Callable[[], Any]] = {}
@@ -117,7 +107,7 @@ def measure(shape: tuple[int, int, int, int, int, str, float], rounds: int) -> d
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            times[name].append(microseconds(run))
+            times[name].append(microseconds(run, 5))
     result: dict[str, dict[str, Any]] = {}
     for name, values in times.items():
         quartiles = statistics.quantiles(values, n=4)
@@ -142,7 +132,7 @@ def copy_bandwidth() -> float:
     """Bytes a second that a large copy reads and writes."""
     x = torch.randn(1 << 28, device="cuda")
     y = torch.empty_like(x)
-    times = [microseconds(lambda: y.copy_(x)) for _ in range(7)]
+    times = [microseconds(lambda: y.copy_(x), 5) for _ in range(7)]
     return 2 * x.nbytes / (statistics.median(times) * 1e-6)
 
 

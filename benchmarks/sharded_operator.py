@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from timing import microseconds, slowest
 
 from zeco_compile.lowering import communicator
 
@@ -64,7 +65,7 @@ def measure(gate: str, length: int, rounds: int) -> list[dict[str, Any]]:
     times: dict[str, list[float]] = {name: [] for name in SCHEDULES}
     for _ in range(rounds):
         for name, replay in replays.items():
-            times[name].append(microseconds(replay))
+            times[name].append(microseconds(replay, 5))
     base = statistics.median(slowest(times["unsharded"]))
     rows = []
     for name in SCHEDULES:
@@ -98,25 +99,6 @@ def captured(leaves: list[torch.Tensor], do: torch.Tensor, schedule: str) -> Cal
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
     return graph.replay
-
-
-def microseconds(run: Callable[[], Any]) -> float:
-    """Of one of five runs in a row."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    dist.barrier()
-    torch.cuda.synchronize()
-    begin.record()
-    for _ in range(5):
-        run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 200.0
-
-
-def slowest(times: list[float]) -> list[float]:
-    everyone = torch.tensor(times, device="cuda")
-    dist.all_reduce(everyone, dist.ReduceOp.MAX)
-    return everyone.tolist()
 
 
 if __name__ == "__main__":

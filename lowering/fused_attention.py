@@ -12,22 +12,33 @@ in flight: the attention matrices inside of chunks are then the work that it run
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from zeco_compile.kernels.shapes import state_dtype
 from zeco_compile.lowering import op_log
 from zeco_compile.lowering.registry import LOCAL_TAGS, define
 
-# The kernels are imported when an op first runs: Triton is needed for nothing else, and looks for a device.
+
+def _part(name: str, role: str) -> Callable[..., Any]:
+    """The part of ``kernels/fused.py`` of this name, noted in the log as what it does. It is imported when the op first
+    runs: Triton is needed for nothing else, and looks for a device."""
+
+    def run(*args: Any) -> Any:
+        from zeco_compile.kernels import fused
+
+        op_log.record(role)
+        return getattr(fused, name)(*args)
+
+    return run
 
 
-def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, whole: bool
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    from zeco_compile.kernels import fused
-
-    op_log.record("rank_state")
-    return fused.prepare(q, k, v, g, scale, whole)
+def _read_out_backward(*args: Any) -> tuple[Tensor, ...]:
+    dq, dk, dv, dg = _part("read_out_backward", "combine_backward")(*args)
+    # an op cannot return None
+    return dq, dk, dv, dq.new_empty((0,)) if dg is None else dg
 
 
 def _prepare_fake(
@@ -43,39 +54,12 @@ def _prepare_fake(
     return state, log_decay, fused.empty_kept(q, k, v, g)
 
 
-def _chunk_pairs(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, kept: list[Tensor], everywhere: bool
-) -> Tensor:
-    from zeco_compile.kernels import fused
-
-    op_log.record("diagonal")
-    return fused.chunk_pairs(q, k, v, g, scale, kept, everywhere)
-
-
 def _chunk_pairs_fake(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, kept: list[Tensor], everywhere: bool
 ) -> Tensor:
     from zeco_compile.kernels import fused
 
     return fused.empty_pairs(q, k, v, g, everywhere)
-
-
-def _read_out(
-    pairs: Tensor,
-    kept: list[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    state_in: Tensor | None,
-    scale: float,
-    everywhere: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
-    from zeco_compile.kernels import fused
-
-    op_log.record("combine")
-    return fused.read_out(pairs, kept, q, k, v, g, state_in, scale, everywhere, save)
 
 
 def _read_out_fake(
@@ -93,22 +77,6 @@ def _read_out_fake(
     from zeco_compile.kernels import fused
 
     return q.new_empty(v.shape), fused.empty_saved(q, k, v, save)
-
-
-def _prepare_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    do: Tensor,
-    scale: float,
-    kept: list[Tensor],
-    whole: bool,
-) -> tuple[Tensor, list[Tensor]]:
-    from zeco_compile.kernels import fused
-
-    op_log.record("rank_dstate")
-    return fused.prepare_backward(q, k, v, g, do, scale, kept, whole)
 
 
 def _prepare_backward_fake(
@@ -129,45 +97,12 @@ def _prepare_backward_fake(
     return dstate, fused.empty_dkept(q, k, v, g)
 
 
-def _chunk_pairs_backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, everywhere: bool
-) -> Tensor:
-    from zeco_compile.kernels import fused
-
-    op_log.record("diagonal_backward")
-    return fused.chunk_pairs_backward(q, k, v, g, do, everywhere)
-
-
 def _chunk_pairs_backward_fake(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor, everywhere: bool
 ) -> Tensor:
     from zeco_compile.kernels import fused
 
     return fused.empty_dpairs(q, k, v, everywhere)
-
-
-def _read_out_backward(
-    pairs: Tensor,
-    dpairs: Tensor,
-    kept: list[Tensor],
-    saved: Tensor,
-    dkept: list[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    do: Tensor,
-    scale: float,
-    dstate_out: Tensor | None,
-    everywhere: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from zeco_compile.kernels import fused
-
-    op_log.record("combine_backward")
-    dq, dk, dv, dg = fused.read_out_backward(
-        pairs, dpairs, kept, saved, dkept, q, k, v, g, do, scale, dstate_out, everywhere
-    )
-    return dq, dk, dv, q.new_empty((0,)) if dg is None else dg
 
 
 def _read_out_backward_fake(
@@ -193,33 +128,33 @@ _QKVG = "Tensor q, Tensor k, Tensor v, Tensor? g"
 
 define(
     f"prepare({_QKVG}, float scale, bool whole) -> (Tensor state, Tensor log_decay, Tensor[] kept)",
-    _prepare,
+    _part("prepare", "rank_state"),
     _prepare_fake,
     LOCAL_TAGS,
 )
 define(
     f"chunk_pairs({_QKVG}, float scale, Tensor[] kept, bool everywhere) -> Tensor",
-    _chunk_pairs,
+    _part("chunk_pairs", "diagonal"),
     _chunk_pairs_fake,
     LOCAL_TAGS,
 )
 define(
     f"read_out(Tensor pairs, Tensor[] kept, {_QKVG}, Tensor? state_in, float scale, bool everywhere, bool save) "
     "-> (Tensor o, Tensor saved)",
-    _read_out,
+    _part("read_out", "combine"),
     _read_out_fake,
     LOCAL_TAGS,
 )
 define(
     f"prepare_backward({_QKVG}, Tensor do, float scale, Tensor[] kept, bool whole) "
     "-> (Tensor dstate, Tensor[] dkept)",
-    _prepare_backward,
+    _part("prepare_backward", "rank_dstate"),
     _prepare_backward_fake,
     LOCAL_TAGS,
 )
 define(
     f"chunk_pairs_backward({_QKVG}, Tensor do, bool everywhere) -> Tensor",
-    _chunk_pairs_backward,
+    _part("chunk_pairs_backward", "diagonal_backward"),
     _chunk_pairs_backward_fake,
     LOCAL_TAGS,
 )
