@@ -26,6 +26,7 @@ from torch import fx
 from zeco_compile import guards, rewrite, substitutes
 from zeco_compile.codegen import generate
 from zeco_compile.debug import DebugDump
+from zeco_compile.frames import roomy
 from zeco_compile.garbage import seldom_collected
 from zeco_compile.lowering import links
 from zeco_compile.lowering.agreement import check_agreement
@@ -46,6 +47,7 @@ been one rank's alone, which got a slice of another length."""
 substitutes.install()  # imported when torch.compile() looks the backend up, before anything is traced
 
 
+@roomy
 def zeco(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:

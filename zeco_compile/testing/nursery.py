@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from zeco_compile.frames import roomy
 from zeco_compile.garbage import collect_seldom
 
 _IGNORED = (
@@ -103,6 +104,7 @@ _LOCK = threading.Lock()
 # ----- in the process that forks
 
 
+@roomy
 def main() -> None:
     """Imports, then forks when asked, until the socket closes."""
     ours = socket.socket(fileno=int(sys.argv[1]))
