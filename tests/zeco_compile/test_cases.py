@@ -104,13 +104,12 @@ def test_case_2_gates_of_exactly_one(written: str, everywhere: bool) -> None:
 RESETS = [
     *(
         (BY_NAME, *place, strength)
-        for place in ((2, 4), (2, 3), (2, 5), (4, 4))
-        for strength in ("-1e38", "-inf")
+        for place, strength in (((2, 4), "-1e38"), ((2, 3), "-inf"), ((2, 5), "-1e38"), ((4, 4), "-inf"))
     ),
     # the same operator behind a loop, which takes longer to compile
-    *((written, 2, 4, "-0.1 max") for written in (BY_NAME, LOOP)),
+    (BY_NAME, 2, 4, "-0.1 max"),
+    (LOOP, 2, 4, "-0.1 max"),
     (LOOP, 2, 3, "-inf"),
-    (LOOP, 4, 4, "-1e38"),
 ]
 
 
