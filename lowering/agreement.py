@@ -66,6 +66,18 @@ def check_agreement(group: str, key: str, payload: dict[str, Any], lengths: Sequ
     _raise_for_payloads(group, [json.loads(each) for each in texts])
 
 
+def all_agree(group: str, mine: bool) -> bool:
+    """Whether every rank of ``group`` says so. To be called right behind a check, where all ranks are at one place.
+
+    Raises `RankMissing` as the checks do.
+    """
+    if group == ONE_RANK:
+        return mine
+    control = _control(group)
+    with control.lock:
+        return control.all_agree(mine)
+
+
 def check_lengths(group: str, lengths: Sequence[int], key: str = "") -> None:
     """All ranks of ``group`` are about to run the same thing on slices of equal ``lengths``; for every call.
 
@@ -128,6 +140,11 @@ class _Control:
             f"{_who_has_what(self.name, _excerpts(keys))}. Call the same compiled model, in the same mode, "
             "in the same order on every rank."
         )
+
+    def all_agree(self, mine: bool) -> bool:
+        everyone = torch.zeros(self.size, dtype=torch.int64)
+        self._all_gather(everyone, torch.tensor([int(mine)]))
+        return bool(everyone.all())
 
     def gather_texts(self, text: bytes, sizes: list[int]) -> list[bytes]:
         """Every rank's text, given their sizes in bytes."""

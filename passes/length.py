@@ -11,7 +11,7 @@ length is found by a trace at another one (second_look.py).
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -84,11 +84,16 @@ def request_symbolic_length(
 
 
 def fix_length(
-    gm: fx.GraphModule, inputs: Sequence[GraphInput], example_inputs: Sequence[Any]
+    gm: fx.GraphModule,
+    inputs: Sequence[GraphInput],
+    example_inputs: Sequence[Any],
+    all_agree: Callable[[bool], bool],
 ) -> tuple[fx.GraphModule, list[int], list[Any]]:
     """The rewritten graph with a constant length again, where that was a symbol for our sake alone: as `torch.compile`
     has it, the code is for one length, and for all of them once a second one has come or if the user asks for it.
     With a symbol it takes twice the time to compile. Returns the graph, which inputs are left, and those.
+
+    ``all_agree`` says whether every rank could: else one would compile again when another need not.
     """
     asked = [
         (each.index, each.along)
@@ -97,10 +102,10 @@ def fix_length(
         and getattr(example_inputs[each.index], _ASKED, None) == each.along
         and not torch_private.may_vary(example_inputs[each.index], each.along)
     ]
-    everything = gm, list(range(len(example_inputs))), list(example_inputs)
-    if not asked or torch_private.all_sizes_vary():
-        return everything
-    return torch_private.with_constant_sizes(gm, example_inputs, asked) or everything
+    alone = bool(asked) and not torch_private.all_sizes_vary()
+    if all_agree(alone and torch_private.is_all_symbolic(gm, example_inputs, asked)):
+        return torch_private.with_constant_sizes(gm, example_inputs)
+    return gm, list(range(len(example_inputs))), list(example_inputs)
 
 
 def request_constant_length(

@@ -354,27 +354,32 @@ def may_vary(tensor: torch.Tensor, dim: int) -> bool:
     return dim in getattr(tensor, "_dynamo_dynamic_indices", ())
 
 
-def with_constant_sizes(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], fixed: Sequence[tuple[int, int]]
-) -> tuple[fx.GraphModule, list[int], list[Any]] | None:
-    """`gm` for inputs of constant sizes, if all that is symbolic in them are the dimensions `fixed`, each an input and
-    a dimension. Returns a graph without the numbers among the inputs, which inputs are left, and those, to be given
-    to AOTAutograd; None if others are symbolic too.
-
-    Dynamo is told by guards that the code is for these sizes, and traces again for others. Its own graph stays as it
-    is: from that it takes what to call the code with.
-    """
-    mode, fakes = fake_inputs(gm, example_inputs)
+def is_all_symbolic(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], dims: Sequence[tuple[int, int]]
+) -> bool:
+    """Whether ``dims``, each an input and a dimension, are symbolic, and nothing else of the inputs."""
+    _, fakes = fake_inputs(gm, example_inputs)
     if any(isinstance(value, FakeTensor) for value in example_inputs):
-        return None
-    known = {symbol for index, dim in fixed for symbol in symbols_of_size(fakes[index].shape[dim])}
+        return False
+    known = {symbol for index, dim in dims for symbol in symbols_of_size(fakes[index].shape[dim])}
     tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
     numbers = [n for t in tensors for n in (*t.shape, *t.stride(), t.storage_offset())]
     numbers += [fake for fake in fakes if not isinstance(fake, torch.Tensor)]
     symbolic = [n for n in numbers if isinstance(n, py_sym_types)]
     free = {symbol for n in symbolic for symbol in n.node.expr.free_symbols}
-    if not symbolic or not free <= known or not all(isinstance(n, torch.SymInt) for n in symbolic):
-        return None
+    return bool(symbolic) and free <= known and all(isinstance(n, torch.SymInt) for n in symbolic)
+
+
+def with_constant_sizes(
+    gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> tuple[fx.GraphModule, list[int], list[Any]]:
+    """`gm` for inputs of constant sizes: a graph without the numbers among the inputs, which inputs are left, and
+    those, to be given to AOTAutograd.
+
+    Dynamo is told by guards that the code is for these sizes, and traces again for others. Its own graph stays as it
+    is: from that it takes what to call the code with.
+    """
+    mode, fakes = fake_inputs(gm, example_inputs)
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     constant = FakeTensorConverter()  # the mode's own remembers the symbols

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -29,7 +30,7 @@ from zeco_compile.debug import DebugDump
 from zeco_compile.frames import roomy
 from zeco_compile.garbage import seldom_collected
 from zeco_compile.lowering import links
-from zeco_compile.lowering.agreement import check_agreement
+from zeco_compile.lowering.agreement import all_agree, check_agreement
 from zeco_compile.lowering.communicator import wire_of
 from zeco_compile.passes.branches import assumptions
 from zeco_compile.passes.errors import refusing
@@ -82,7 +83,7 @@ def zeco(
             if ranks.world_size > 1 and report.regions:
                 wire = wire_of(settings.group, first_device(example_inputs))
                 rewrite.report_scans(report, settings, ranks, links.of_group(settings.group), wire)
-            fixed, kept, left = fix_length(gm, inputs, example_inputs)
+            fixed, kept, left = fix_length(gm, inputs, example_inputs, partial(all_agree, settings.group))
             compiled = generate(fixed, left, settings)
         keep(report)
         return guards.checked(compiled, kept, inputs, rewritten, assumed, example_inputs, settings, key)

@@ -170,6 +170,24 @@ def test_shards_of_unequal_length(when: str, dynamic: bool | None, model: Callab
         assert seconds < SECONDS
 
 
+def _unequal_once(first: list[int]) -> list[Attempt]:
+    torch._dynamo.reset()
+    model = compiled(attention)
+
+    def call(length: int) -> Attempt:
+        return attempt(lambda: model(rows(length)).shape)
+
+    return [call(length) for length in (first[dist.get_rank()], 6, 8, 6, 7)]
+
+
+@pytest.mark.parametrize("first", [[6, 5], [5, 6]])
+def test_what_follows_shards_of_unequal_length(first: list[int]) -> None:
+    """Dynamo has seen two lengths on one rank, and one on the other: their code is alike all the same."""
+    for refused, *others in run_on_ranks(_unequal_once, first, world_size=2):
+        assert refused[0] == "UnequalShards"
+        assert others == [("returned", f"torch.Size([2, {n}, 2])") for n in (6, 8, 6, 7)]
+
+
 def _other_mark() -> list[Attempt]:
     model = compiled(lambda x, y: attention(x) * y.cos().mean())
     y = zeco_compile.mark_sequence(rows(6), None)
