@@ -95,14 +95,14 @@ def fix_length(
 
     ``all_agree`` says whether every rank could: else one would compile again when another need not.
     """
-    asked = [
-        (each.index, each.along)
-        for each in inputs
-        if each.along is not None
-        and getattr(example_inputs[each.index], _ASKED, None) == each.along
-        and not torch_private.may_vary(example_inputs[each.index], each.along)
-    ]
-    alone = bool(asked) and not torch_private.all_sizes_vary()
+    along = [(each.index, each.along) for each in inputs if each.along is not None]
+    asked = [(index, dim) for index, dim in along if getattr(example_inputs[index], _ASKED, None) == dim]
+    for index, _ in asked:
+        delattr(example_inputs[index], _ASKED)  # of what is compiled next nobody has asked it yet
+    # one length may be marked and another be equal to it
+    marked = any(torch_private.may_vary(example_inputs[index], dim) for index, dim in along)
+    varies = marked or torch_private.all_sizes_vary()
+    alone = bool(asked) and not varies
     if all_agree(alone and torch_private.is_all_symbolic(gm, example_inputs, asked)):
         return torch_private.with_constant_sizes(gm, example_inputs)
     return gm, list(range(len(example_inputs))), list(example_inputs)
@@ -121,6 +121,27 @@ def request_constant_length(
         for index, dim in along:
             torch_private.mark_constant(example_inputs[index], dim)
         torch_private.restart_trace("zeco: trace the sequence length as a constant")
+
+
+def request_constant_sizes(
+    gm: fx.GraphModule, inputs: Sequence[GraphInput], example_inputs: Sequence[Any]
+) -> None:
+    """Asks Dynamo for a trace in which all sizes but the length are constants, by raising its restart, but for those
+    that the user has marked. For what cannot be compiled with them: of a batch that varies, too, and is folded with the
+    sequence, it cannot be said which rows are whose."""
+    _, fakes = torch_private.fake_inputs(gm, example_inputs)
+    asked = False
+    for each in inputs:
+        tensor, fake = example_inputs[each.index], fakes[each.index]
+        if not isinstance(fake, torch.Tensor):
+            continue
+        for dim, size in enumerate(fake.shape):
+            wanted = isinstance(size, torch.SymInt) and dim != each.along
+            if wanted and not torch_private.may_vary(tensor, dim):
+                torch_private.mark_constant(tensor, dim)
+                asked = True
+    if asked:
+        torch_private.restart_trace("zeco: trace all sizes but the sequence length as constants")
 
 
 def globalise_length(analysis: Analysis, world_size: int, decisions: list[Decision]) -> int:

@@ -29,13 +29,19 @@ from zeco_compile.codegen import generate
 from zeco_compile.debug import DebugDump
 from zeco_compile.frames import roomy
 from zeco_compile.garbage import seldom_collected
+from zeco_compile.kernels.errors import ZecoError
 from zeco_compile.lowering import links
 from zeco_compile.lowering.agreement import all_agree, check_agreement
 from zeco_compile.lowering.communicator import wire_of
 from zeco_compile.passes.branches import assumptions
 from zeco_compile.passes.errors import refusing
 from zeco_compile.passes.inputs import first_device, graph_inputs
-from zeco_compile.passes.length import fix_length, request_constant_length, request_symbolic_length
+from zeco_compile.passes.length import (
+    fix_length,
+    request_constant_length,
+    request_constant_sizes,
+    request_symbolic_length,
+)
 from zeco_compile.passes.report import Report
 from zeco_compile.report_log import keep
 from zeco_compile.settings import Settings
@@ -74,11 +80,16 @@ def zeco(
             dump.graph("user_graph", gm)
             ranks = rewrite.ranks_of(settings)
             operations = rewrite.operations(gm)
-            rewritten = rewrite.rewrite(gm, example_inputs, settings, ranks, report, dump, assumed)
+            try:
+                rewritten = rewrite.rewrite(gm, example_inputs, settings, ranks, report, dump, assumed)
+            except (ZecoError, RecursionError):
+                request_constant_sizes(gm, inputs, example_inputs)
+                raise
             lengths = guards.lengths(inputs, example_inputs)
             assumed.refuse_broken(max(lengths, default=0) * settings.world_size)
             key = f"graph {_agreed[settings.group]}"
-            check_agreement(settings.group, key, rewrite.decided(report, operations), lengths)
+            decided = rewrite.decided(report, operations) | {"given": guards.given(inputs, example_inputs)}
+            check_agreement(settings.group, key, decided, lengths)
             _agreed[settings.group] += 1
             if ranks.world_size > 1 and report.regions:
                 wire = wire_of(settings.group, first_device(example_inputs))

@@ -40,6 +40,22 @@ def lengths(inputs: Sequence[GraphInput], values: Sequence[Any]) -> tuple[int, .
     return tuple(int(values[i.index].shape[i.along]) for i in inputs if i.along is not None)
 
 
+def given(inputs: Sequence[GraphInput], values: Sequence[Any]) -> str:
+    """What every rank has to be given alike: the sizes of each argument, but for that along the sequence (`*`), which
+    is compared by itself, and the numbers."""
+    shown = []
+    for each in inputs:
+        value = values[each.index]
+        if each.kind == "argument" and value.dim() == 0 and value.device.type == "cpu":
+            value = value.item()  # as Dynamo hands over a number that varies
+        if isinstance(value, int | float) and ".size()" not in each.name:
+            shown.append(f"{each.name} = {value!r}")
+        elif each.kind == "argument":
+            sizes = ("*" if dim == each.along else str(int(n)) for dim, n in enumerate(value.shape))
+            shown.append(f"{each.name} [{', '.join(sizes)}]")
+    return ", ".join(shown)
+
+
 def checked(
     compiled: Callable[..., Any],
     kept: Sequence[int],
@@ -72,7 +88,7 @@ def checked(
             for each in arguments:
                 _refuse_other_mark(each, values[each.index], settings.seq_dim)
             rows = lengths(inputs, values)
-            check_lengths(settings.group, rows, key)
+            check_lengths(settings.group, rows, f"{key} of {given(inputs, values)}")
             assumed.refuse_broken(max(rows, default=0) * settings.world_size)
         results = run(*values)
         if marks_results:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from zeco_compile import second_look
 from zeco_compile.debug import DebugDump
@@ -261,9 +262,16 @@ def report_scans(report: Report, settings: Settings, ranks: Ranks, links: GroupL
 
 
 def operations(gm: fx.GraphModule) -> list[str]:
-    """What the user's graph computes with, in order; a callable without a name without its address."""
-    calls = (node for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
-    return [op_name(node).partition(" at 0x")[0] for node in calls]
+    """What the user's graph computes with, in order, and the numbers it is told; a callable without a name without its
+    address."""
+    shown = []
+    for node in gm.graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            told = [
+                repr(x) for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, int | float)
+            ]
+            shown.append(f"{op_name(node).partition(' at 0x')[0]}({', '.join(told)})")
+    return shown
 
 
 def decided(report: Report, operations: list[str]) -> dict[str, Any]:

@@ -233,7 +233,7 @@ _KINDS = frozenset(
     {"Tensor", "number", "float", "bool", "int", "Optional[number]", "Optional[float]", "Optional[bool]"}
 )
 # Places and sizes along whatever dimension; `_elsewhere` shows those that are not along the sequence.
-_SIZES = frozenset({"end", "index", "start", "length"})
+_SIZES = frozenset({"end", "index", "start", "length", "N", "HxW"})
 _LISTS_OF_SIZES = frozenset(
     {"size", "shape", "sizes", "split_sizes", "split_size", "repeats", "normalized_shape"}
 )

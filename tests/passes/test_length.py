@@ -93,3 +93,34 @@ def test_code_is_for_one_length_until_another_comes(asked: str, lengths: list[in
     for result in run_on_ranks(_compiled_for, lengths, asked, world_size=2):
         assert result["made"] == made
         assert result["worst"] < 1e-5
+
+
+def _batches(dynamic: bool | None, mark: bool) -> float:
+    """The largest difference of a loss over batches of other sizes, whose rows are folded with the sequence."""
+    import torch.distributed as dist
+    import torch.nn.functional as F
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 5), torch.nn.Linear(5, 11))
+
+    def loss(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(ids)[:, :-1].reshape(-1, 11), labels[:, 1:].reshape(-1))
+
+    compiled = torch.compile(
+        loss, backend="zeco", fullgraph=True, dynamic=dynamic, options={"codegen": "aot_eager"}
+    )
+    worst = 0.0
+    for batch in (2, 3, 2):
+        ids, labels = (torch.randint(11, (batch, 12)) for _ in range(2))
+        mine = [each.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone() for each in (ids, labels)]
+        if mark:
+            torch._dynamo.mark_dynamic(mine[0], 1)
+        worst = max(worst, abs(float(compiled(*mine)) / float(loss(ids, labels)) - 1))
+    torch._dynamo.reset()
+    return worst
+
+
+@pytest.mark.parametrize(("dynamic", "mark"), [(None, False), (True, False), (None, True)])
+def test_batches_of_other_sizes_and_one_marked_input_of_two(dynamic: bool | None, mark: bool) -> None:
+    assert max(run_on_ranks(_batches, dynamic, mark, world_size=2)) < 1e-5

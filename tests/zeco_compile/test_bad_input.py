@@ -188,6 +188,39 @@ def test_what_follows_shards_of_unequal_length(first: list[int]) -> None:
         assert others == [("returned", f"torch.Size([2, {n}, 2])") for n in (6, 8, 6, 7)]
 
 
+def _given(dynamic: bool | None, calls: list[list[tuple[int, float]]]) -> list[Attempt]:
+    torch._dynamo.reset()
+
+    def model(x: Tensor, factor: float) -> Tensor:
+        return attention(x * factor)
+
+    function = torch.compile(
+        model, backend="zeco", fullgraph=True, dynamic=dynamic, options={"codegen": "aot_eager"}
+    )
+
+    def call(batch: int, factor: float) -> Attempt:
+        return attempt(lambda: function(rows(6).repeat(batch, 1, 1), factor).shape)
+
+    return [call(*each[dist.get_rank()]) for each in calls]
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "before"),
+    [(None, []), (True, []), (True, [1]), (None, [1]), (None, [1, 3])],
+    ids=["first", "first, dynamic", "dynamic", "constant", "varied"],
+)
+@pytest.mark.parametrize("differs", ["batch", "number"])
+def test_ranks_are_given_other_batches_or_numbers(
+    differs: str, dynamic: bool | None, before: list[int]
+) -> None:
+    """Where that is a symbol no guard of Dynamo's sees it."""
+    equal = [[(n, float(n))] * 2 for n in before]
+    unequal = [(2, 1.5), (4, 1.5)] if differs == "batch" else [(2, 1.5), (2, 2.5)]
+    for *well, refused in run_on_ranks(_given, dynamic, [*equal, unequal], world_size=2):
+        assert [name for name, _ in well] == ["returned"] * len(before)
+        assert refused[0] == "RanksDisagree"
+
+
 def _other_mark() -> list[Attempt]:
     model = compiled(lambda x, y: attention(x) * y.cos().mean())
     y = zeco_compile.mark_sequence(rows(6), None)
