@@ -24,7 +24,8 @@ MARK = "_zeco_sequence_dim"
 @dataclass(frozen=True)
 class GraphInput:
     """One placeholder. `kind` is "argument", "parameter", "buffer" (any tensor that the model owns and that is no
-    parameter) or "number"; `along` the dimension that runs along the sequence, None if none does."""
+    parameter), "size" (of another input, or a stride or an offset) or "number"; `along` the dimension that runs along
+    the sequence, None if none does."""
 
     node: fx.Node
     index: int
@@ -40,7 +41,8 @@ def graph_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int
     for index, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
         name = torch_private.source_name(node) or str(node.target)
         if not isinstance(value, torch.Tensor):
-            out.append(GraphInput(node, index, "number", name, None))
+            kind = "size" if torch_private.is_of_a_tensor(node) else "number"
+            out.append(GraphInput(node, index, kind, name, None))
         elif not torch_private.is_argument(node):
             kind = "parameter" if isinstance(value, torch.nn.Parameter) else "buffer"
             out.append(GraphInput(node, index, kind, name, _marked(value, name, None)))

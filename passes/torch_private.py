@@ -21,7 +21,7 @@ from torch._dynamo.exc import (
     TensorifyScalarRestartAnalysis,
     UncapturedHigherOrderOpError,
 )
-from torch._dynamo.source import LocalSource
+from torch._dynamo.source import LocalSource, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import ChainedSource, CompileContext, TracingContext
@@ -332,6 +332,11 @@ def is_argument(placeholder: fx.Node) -> bool:
     if isinstance(source, LocalSource):
         return bool(source.is_input)
     return True
+
+
+def is_of_a_tensor(placeholder: fx.Node) -> bool:
+    """Whether the number is a size, a stride or the offset of another input, and no argument of the user's."""
+    return isinstance(getattr(placeholder.meta.get("grapharg"), "source", None), TensorPropertySource)
 
 
 def mark_weakly_dynamic(tensor: torch.Tensor, dim: int) -> bool:

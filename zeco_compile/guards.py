@@ -48,7 +48,7 @@ def given(inputs: Sequence[GraphInput], values: Sequence[Any]) -> str:
         value = values[each.index]
         if each.kind == "argument" and value.dim() == 0 and value.device.type == "cpu":
             value = value.item()  # as Dynamo hands over a number that varies
-        if isinstance(value, int | float) and ".size()" not in each.name:
+        if each.kind != "size" and isinstance(value, int | float):
             shown.append(f"{each.name} = {value!r}")
         elif each.kind == "argument":
             sizes = ("*" if dim == each.along else str(int(n)) for dim, n in enumerate(value.shape))

@@ -221,6 +221,23 @@ def test_ranks_are_given_other_batches_or_numbers(
         assert refused[0] == "RanksDisagree"
 
 
+def _views() -> list[Attempt]:
+    """The ranks' slices as views of the whole sequence: each at another place of its memory."""
+    torch._dynamo.reset()
+    function = compiled(attention)
+    calls = []
+    for length in (6, 8, 5):
+        whole = rows(2 * length)
+        mine = whole[:, dist.get_rank() * length :][:, :length]
+        calls.append(attempt(lambda mine=mine: function(mine).shape))
+    return calls
+
+
+def test_slices_that_are_views_of_the_whole_sequence() -> None:
+    for calls in run_on_ranks(_views, world_size=2):
+        assert calls == [("returned", f"torch.Size([2, {length}, 2])") for length in (6, 8, 5)]
+
+
 def _other_mark() -> list[Attempt]:
     model = compiled(lambda x, y: attention(x) * y.cos().mean())
     y = zeco_compile.mark_sequence(rows(6), None)
