@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from timing import slowest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -162,9 +163,7 @@ def measure(model: nn.Module, tokens: Tensor, labels: Tensor, schedule: str, rou
         begin = time.perf_counter()
         step()
         times.append(time.perf_counter() - begin)
-    slowest = torch.tensor(times, device=tokens.device, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    low, middle, high = statistics.quantiles(slowest.tolist(), n=4)
+    low, middle, high = statistics.quantiles(slowest(times, tokens.device), n=4)
     row = {"schedule": schedule, "step_s": middle, "step_s_low": low, "step_s_high": high, "compile_s": compile_s,
            "tokens_a_second": tokens.shape[1] / middle,
            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")}  # fmt: skip

@@ -1,4 +1,4 @@
-"""How the benchmarks time what runs on a GPU."""
+"""How the benchmarks time what runs on a GPU, or on several ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def microseconds(run: Callable[[], Any], runs: int = 1) -> float:
     return begin.elapsed_time(end) * 1e3 / runs
 
 
-def slowest(times: list[float]) -> list[float]:
+def slowest(times: list[float], device: torch.device | str = "cuda") -> list[float]:
     """Of all ranks, time by time."""
-    everyone = torch.tensor(times, device="cuda")
+    everyone = torch.tensor(times, device=device, dtype=torch.float64)
     dist.all_reduce(everyone, dist.ReduceOp.MAX)
     return everyone.tolist()

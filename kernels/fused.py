@@ -49,9 +49,7 @@ _LIMIT_BF16, _LIMIT_FP32 = 86.0, 30.0
 # The same inside of a block of a strong tile, whose operands meet no state: with gates of -20 in natural units blocks
 # of 8 tokens. Keys and queries may then be as large as 2^23, and as small.
 _BLOCK_LIMITS = {_LIMIT_BF16: 104.0, _LIMIT_FP32: 30.0}
-
-
-# Of a plan; more come only with other strides and scales.
+# What a plan remembers to have started; more come only with other strides and scales.
 _MOST_STARTED = 256
 
 
