@@ -2,12 +2,13 @@
 
 One rank's tokens are cut into chunks of 64, and the chunks into segments, as many as fill the device; a program goes
 through one segment of one head with the state in registers. Between segments runs the scan that runs between ranks
-too; the state that comes from the other ranks enters there, so that it costs no pass over the tokens.
+too. The state that comes from the other ranks enters where a program begins its segment, so that it costs no pass over
+the tokens, nor over the segments.
 
-    prepare              q, k, v, g -> a state a segment, and what the other parts go on from (``kept``)
+    prepare              q, k, v, g -> the state before each segment, and what else the parts go on from (``kept``)
     chunk_pairs          the attention matrices inside of chunks: the work that needs no other rank's state
     read_out             -> o; in training also the state before each chunk
-    prepare_backward     q, do -> a state's gradient a segment
+    prepare_backward     q, do -> the gradient of the state after each segment
     chunk_pairs_backward the gradients of those matrices
     read_out_backward    -> dv and the gradient of the state after each chunk; then, all chunks side by side, dq, dk, dg
 
@@ -250,7 +251,7 @@ def _per_channel(g: Tensor | None) -> bool:
 
 
 def _segments(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor]:
-    """For each segment the state that it makes, and its decay."""
+    """For each segment the state before it if nothing enters before all, and how much of what does is left there."""
     batch, _, heads, key = q.shape
     rows, value = batch * heads, v.shape[3]
     wide = _storage(q, k, v) != torch.bfloat16
@@ -260,7 +261,7 @@ def _segments(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor]
 
 
 def empty_kept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor]:
-    """Not yet written: by the kind of gate, then the segments' states and decays.
+    """Not yet written: by the kind of gate, then the states before segments and what is left there.
 
     Per channel: the two operands [B*H, chunks * 64, width], each chunk's totals, which channels are strong, and the
     weights of their gates. Per head: in each chunk the sums of the gates to each token, after each, of all, and whether
@@ -284,7 +285,7 @@ def empty_kept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor
 
 
 def empty_dkept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor]:
-    """Not yet written: the segments' gradients of states, and decays."""
+    """Not yet written: the gradients of the states after segments, and what is left there of one that enters."""
     return _segments(q, k, v, g)
 
 
@@ -339,25 +340,22 @@ def _sums(kept: list[Tensor]) -> list[Tensor | None]:
 
 
 def _scan(
-    plan: _Plan, states: Tensor, decays: Tensor, boundary: Tensor | None, *, reverse: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The state at each segment's beginning (reverse: end), that after all of them, and the decay of all."""
+    plan: _Plan, states: Tensor, decays: Tensor, before: Tensor, *, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Makes of what each segment made the state at its beginning (reverse: end), and ``before``; -> the state after all
+    of them, and the decay of all."""
     sizes = plan.sizes
-    starts = torch.empty_like(states)
     end = states.new_empty((sizes.batch, sizes.heads, sizes.key, sizes.value))
     width = decays.shape[2]
     whole = states.new_empty((sizes.batch, sizes.heads, width))
     rows, columns = min(plan.width, 32), min(64, triton.next_power_of_2(sizes.value))
     grid = (plan.rows, triton.cdiv(sizes.key, rows), triton.cdiv(sizes.value, columns))
-    if boundary is not None:
-        boundary = boundary.contiguous()
     plan.start(
         scan_segments, grid,
-        states, decays, boundary, starts, end, whole, plan.segments,
-        K=sizes.key, V=sizes.value, WIDTH=width, BK=rows, BV=columns, BOUNDARY=boundary is not None,
-        REVERSE=reverse, num_warps=4,
+        states, decays, before, end, whole, plan.segments,
+        K=sizes.key, V=sizes.value, WIDTH=width, BK=rows, BV=columns, REVERSE=reverse, num_warps=4,
     )  # fmt: skip
-    return starts, end, whole
+    return end, whole
 
 
 @_on_its_device
@@ -368,7 +366,8 @@ def prepare(
     segment makes (else both are empty); and ``kept``, see ``empty_kept``."""
     plan = _plan(q, k, v, g)
     kept = empty_kept(q, k, v, g)
-    states, decays = kept[-2:]
+    states, before = kept[-2:]
+    decays = torch.empty_like(before)
     if _per_channel(g):
         queries, keys, totals, strong, weights = kept[:5]
         plan.start(
@@ -388,9 +387,9 @@ def prepare(
                 CHUNKS=16, CHUNK=CHUNK, LIMIT=_LIMIT_FP32, num_warps=4,
             )  # fmt: skip
         _head_states(plan, k, v, kept, states, decays, 1.0, reverse=False)
+    state, log_decay = _scan(plan, states, decays, before, reverse=False)
     if not whole:
         return q.new_empty((0,), dtype=torch.float32), q.new_empty((0,), dtype=torch.float32), kept
-    _, state, log_decay = _scan(plan, states, decays, None, reverse=False)
     return state, log_decay, kept
 
 
@@ -475,10 +474,24 @@ def read_out(
     plan = _plan(q, k, v, g)
     if state_in is not None:
         check_state("state_in", state_in, plan.sizes)
-    starts, _, _ = _scan(plan, kept[-2], kept[-1], state_in, reverse=False)
     o = q.new_empty(v.shape)
     saved = empty_saved(q, k, v, save)
-    _read(plan, q, k, v, g, pairs, kept, starts, o, saved, scale, reverse=False, pairs_given=everywhere)
+    _read(
+        plan,
+        q,
+        k,
+        v,
+        g,
+        pairs,
+        kept,
+        kept[-2:],
+        state_in,
+        o,
+        saved,
+        scale,
+        reverse=False,
+        pairs_given=everywhere,
+    )
     return o, saved
 
 
@@ -490,7 +503,8 @@ def _read(
     g: Tensor | None,
     pairs: Tensor,
     kept: list[Tensor],
-    starts: Tensor,
+    segments: list[Tensor],
+    entering: Tensor | None,
     out: Tensor,
     saved: Tensor,
     scale: float,
@@ -500,20 +514,28 @@ def _read(
 ) -> None:
     """o from values v; reverse: dv from the gradient of o."""
     name = "read_out_saving" if saved.numel() > 0 else "read_out"
-    how = {"REVERSE": reverse, "SAVE": saved.numel() > 0, "PAIRS": pairs_given, **plan.tiles(name)}
+    how = {
+        "REVERSE": reverse,
+        "SAVE": saved.numel() > 0,
+        "PAIRS": pairs_given,
+        "ENTERING": entering is not None,
+    }
+    how |= plan.tiles(name)
+    if entering is not None:
+        entering = entering.contiguous()
     if _per_channel(g):
         queries, keys, totals, strong = kept[:4]
         reader, writer = (keys, queries) if reverse else (queries, keys)
         plan.start(
             channel.read_out, plan.by_segment(name),
-            reader, writer, values, totals, strong, pairs, starts, out, saved,
+            reader, writer, values, totals, strong, pairs, *segments, entering, out, saved,
             *_strides(values), *_strides(out, 3), *plan.tokens(), **how,
         )  # fmt: skip
         return
     reader, writer = (k, q) if reverse else (q, k)
     plan.start(
         head.read_out, plan.by_segment(name),
-        reader, writer, values, g, *_sums(kept), pairs, starts, out, saved, scale,
+        reader, writer, values, g, *_sums(kept), pairs, *segments, entering, out, saved, scale,
         *_strides(reader), *_strides(writer), *_strides(values), *_strides(g, 3), *_strides(out, 3), *plan.tokens(),
         **how, GATED=g is not None,
     )  # fmt: skip
@@ -536,16 +558,15 @@ def prepare_backward(
     """The gradient that these tokens' outputs give the state before them, as ``chunked.rank_dstate``, if the ``whole``
     is wanted (else it is empty); and what ``read_out_backward`` goes on from, see ``empty_dkept``."""
     plan = _plan(q, k, v, g)
-    states, decays = dkept = empty_dkept(q, k, v, g)
+    states, before = dkept = empty_dkept(q, k, v, g)
+    decays = torch.empty_like(before)
     if _per_channel(g):
         queries, _, totals, strong = kept[:4]
         _channel_states(plan, queries, do, totals, strong, states, decays, reverse=True)
     else:
         _head_states(plan, q, do, kept, states, decays, scale, reverse=True)
-    if not whole:
-        return q.new_empty((0,), dtype=torch.float32), dkept
-    _, dstate, _ = _scan(plan, states, decays, None, reverse=True)
-    return dstate, dkept
+    dstate, _ = _scan(plan, states, decays, before, reverse=True)
+    return dstate if whole else q.new_empty((0,), dtype=torch.float32), dkept
 
 
 @_on_its_device
@@ -584,11 +605,25 @@ def read_out_backward(
     plan = _plan(q, k, v, g)
     if dstate_out is not None:
         check_state("dstate_out", dstate_out, plan.sizes)
-    ends, _, _ = _scan(plan, dkept[0], dkept[1], dstate_out, reverse=True)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dg = None if g is None else g.new_empty(g.shape)
     leaving = torch.empty_like(saved)
-    _read(plan, q, k, do, g, pairs, kept, ends, dv, leaving, scale, reverse=True, pairs_given=everywhere)
+    _read(
+        plan,
+        q,
+        k,
+        do,
+        g,
+        pairs,
+        kept,
+        dkept,
+        dstate_out,
+        dv,
+        leaving,
+        scale,
+        reverse=True,
+        pairs_given=everywhere,
+    )
     if _per_channel(g):
         queries, keys, totals, strong, weights = kept[:5]
         plan.start(

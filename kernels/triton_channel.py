@@ -22,6 +22,7 @@ from zeco_compile.kernels.triton_math import (
     chunk_rows,
     gate_tile,
     place,
+    segment_state,
     selected_sums,
     store_tile,
     tile,
@@ -281,11 +282,12 @@ def segment_states(
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def read_out(
-    x, y, w, totals, strongs, pairs, starts, out, saved,
+    x, y, w, totals, strongs, pairs, starts, before, entering, out, saved,
     w_b, w_t, w_h, w_c, out_b, out_t, out_h,
     tokens, chunks, per_segment, heads,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
-    REVERSE: tl.constexpr, SAVE: tl.constexpr, PAIRS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr, SAVE: tl.constexpr, PAIRS: tl.constexpr, ENTERING: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o of every token, from the queries' operand x, the keys' y, the values w and the state before each segment.
 
@@ -310,7 +312,8 @@ def read_out(
     strong = tl.load(strongs + ahead)
     side, inner = chunk_factors(tl.load(totals + ahead), strong)
     # the state as it stands between a chunk's operands
-    state = tile(starts + (bh * segments + segment) * K * V, c, V, columns, 1, K, V) * side[:, None]
+    state = segment_state(starts, before, entering, bh, segment, segments, c, columns, K, V, K, ENTERING)
+    state = state * side[:, None]
     for step in range(end - begin):
         n = end - 1 - step if REVERSE else begin + step
         following = tl.maximum(n - 1, begin) if REVERSE else tl.minimum(n + 1, end - 1)

@@ -10,7 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_compile.kernels.triton_math import chunk_rows, log2_gate, place, selected_sums, store_tile, tile
+from zeco_compile.kernels.triton_math import (
+    chunk_rows,
+    log2_gate,
+    place,
+    segment_state,
+    selected_sums,
+    store_tile,
+    tile,
+)
 
 _RUNTIME = ["tokens", "chunks", "per_segment", "heads"]
 
@@ -136,11 +144,11 @@ def chunk_pairs(
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def read_out(
-    x, y, w, g, to, after, totals, large, pairs, starts, out, saved, scale,
+    x, y, w, g, to, after, totals, large, pairs, starts, before, entering, out, saved, scale,
     x_b, x_t, x_h, x_c, y_b, y_t, y_h, y_c, w_b, w_t, w_h, w_c, g_b, g_t, g_h, out_b, out_t, out_h,
     tokens, chunks, per_segment, heads,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
-    REVERSE: tl.constexpr, SAVE: tl.constexpr, PAIRS: tl.constexpr, GATED: tl.constexpr,
+    REVERSE: tl.constexpr, SAVE: tl.constexpr, PAIRS: tl.constexpr, ENTERING: tl.constexpr, GATED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o of every token, from the queries x, the keys y, the values w and the state before each segment.
@@ -162,7 +170,8 @@ def read_out(
     if GATED:
         g += b * g_b + h * g_h
     segments = tl.num_programs(1)
-    state = tile(starts + (bh * segments + segment) * K * V, c, V, columns, 1, K, V)
+    width: tl.constexpr = 1
+    state = segment_state(starts, before, entering, bh, segment, segments, c, columns, K, V, width, ENTERING)
     begin = segment * per_segment
     end = tl.minimum(begin + per_segment, chunks)
     if GATED:

@@ -91,3 +91,17 @@ def chunk_factors(total, strong):
     """
     zero = tl.zeros_like(total)
     return tl.exp2(tl.where(strong != 0, zero, total * 0.5)), tl.exp2(tl.where(strong != 0, total, zero))
+
+
+@triton.jit
+def segment_state(
+    starts, before, entering, bh, segment, segments, c, columns,
+    K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, ENTERING: tl.constexpr,
+):  # fmt: skip
+    """The state before a segment [len(c), len(columns)]: what ``scan_segments`` left, and of what enters before all."""
+    here = bh * segments + segment
+    state = tile(starts + here * K * V, c, V, columns, 1, K, V)
+    if ENTERING:
+        left = tl.exp2(tl.load(before + here * WIDTH + (c if WIDTH > 1 else c * 0), mask=c < K, other=0.0))
+        state += tile(entering + bh * K * V, c, V, columns, 1, K, V).to(tl.float32) * left[:, None]
+    return state

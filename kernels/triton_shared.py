@@ -11,36 +11,40 @@ from zeco_compile.kernels.triton_math import chunk_rows, place, tile
 
 @triton.jit(do_not_specialize=["segments"])
 def scan_segments(
-    states, decays, boundary, starts, end, whole, segments,
-    K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BOUNDARY: tl.constexpr, REVERSE: tl.constexpr,
+    states, decays, before, end, whole, segments,
+    K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """The state before each segment (REVERSE: after it), from what each makes of a state, and from ``boundary``.
+    """From what each segment makes of a state, in its place, the state before it (REVERSE: after it) if nothing enters
+    before all segments; and of what does enter, how much is left there.
 
-    states [B*H, segments, K, V], decays [B*H, segments, WIDTH] (log2; WIDTH is K or 1) -> starts like states; end
-    [B*H, K, V], the state after all; whole [B*H, WIDTH], the natural logarithm of all decays. One program a
-    (batch and head, tile of the state).
+    states [B*H, segments, K, V]; decays [B*H, segments, WIDTH] (log2; WIDTH is K or 1) -> before, the same summed over
+    earlier segments; end [B*H, K, V], the state after all; whole [B*H, WIDTH], the natural logarithm of all decays. One
+    program a (batch and head, tile of the state).
     """
     bh = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BK + tl.arange(0, BK)
     columns = tl.program_id(2) * BV + tl.arange(0, BV)
     mask = (c < K)[:, None] & (columns < V)[None, :]
     at = c[:, None] * V + columns[None, :]
-    if BOUNDARY:
-        state = tl.load(boundary + bh * K * V + at, mask=mask, other=0.0).to(tl.float32)
-    else:
-        state = tl.zeros((BK, BV), tl.float32)
-    total = tl.zeros((BK,), tl.float32)
     gate = c if WIDTH > 1 else c * 0
+    width = tl.where(tl.program_id(2) == 0, WIDTH, 0)
+    state = tl.zeros((BK, BV), tl.float32)
+    total = tl.zeros((BK,), tl.float32)
+    here = bh * segments + (segments - 1 if REVERSE else 0)
+    decay = tl.load(decays + here * WIDTH + gate, mask=c < K, other=0.0)
+    added = tl.load(states + here * K * V + at, mask=mask, other=0.0)
     for s in range(segments):
-        here = bh * segments + (segments - 1 - s if REVERSE else s)
-        tl.store(starts + here * K * V + at, state, mask=mask)
-        decay = tl.load(decays + here * WIDTH + gate, mask=c < K, other=0.0)
-        added = tl.load(states + here * K * V + at, mask=mask, other=0.0)
+        # asked for one segment ahead
+        following = tl.minimum(s + 1, segments - 1)
+        after = bh * segments + (segments - 1 - following if REVERSE else following)
+        next_decay = tl.load(decays + after * WIDTH + gate, mask=c < K, other=0.0)
+        next_added = tl.load(states + after * K * V + at, mask=mask, other=0.0)
+        tl.store(states + here * K * V + at, state, mask=mask)
+        tl.store(before + here * WIDTH + c, total, mask=c < width)
         state = state * tl.exp2(decay)[:, None] + added
         total += decay
+        here, decay, added = after, next_decay, next_added
     tl.store(end + bh * K * V + at, state, mask=mask)
-    width = tl.where(tl.program_id(2) == 0, WIDTH, 0)
     tl.store(whole + bh * WIDTH + c, total * 0.6931471805599453, mask=c < width)
 
 

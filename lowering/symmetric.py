@@ -1,12 +1,13 @@
 """All-Scan through memory that the GPUs of one host share: a kernel a rank (``kernels/triton_scan.py``), no library.
 
-A rank stores its updated state block by block into the next rank's inbox and raises a flag there; the next rank's
-kernel, launched at any time, waits for the flags on its own device. Between two GPUs a hop so takes about half of what
-NCCL takes. Where the ranks of a group are not all on one host, or two share a GPU, or ZECO_SYMMETRIC_MEMORY=0 is set
-on one of them, the same scan runs over NCCL: the ranks compare notes once and all decide alike.
+A rank stores its updated state block by block into the next rank's inbox; the next rank's kernel, launched at any time,
+waits on its own device for the numbers to be there. Where the ranks of a group are not all on one host, or two share a
+GPU, or ZECO_SYMMETRIC_MEMORY=0 is set on one of them, the same scan runs over NCCL: the ranks compare notes once and
+all decide alike.
 
-A rank that waits longer than the group's timeout writes so into memory that the host reads, and goes on with NaN; the
-next scan or wait on that rank raises NeighbourLost. Nothing synchronises while all is well.
+A rank that waits longer than the group's timeout writes so into memory that the host reads, and goes on with NaN, in
+all its scans from then on; the next scan or wait on that rank raises NeighbourLost. Nothing synchronises while all is
+well.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ SWITCH = "ZECO_SYMMETRIC_MEMORY"
 SCHEDULES = ("auto", "all_scan")
 # States that a rank may be ahead of the next one; once in so many it asks how far that one is.
 SLOTS = 4
-# Elements of a tile: 16 KiB of float32, which is on its way while the next one is computed.
-_TILE = 4096
-# Programs of a hop: enough to fill a link, few enough to leave most of the chip to what runs beside it.
-_PROGRAMS = 128
+# Elements of a tile: 8 KiB of float32, which is on its way while the next one is computed.
+_TILE = 2048
+# Programs of a hop, of 4 warps: enough to fill a link, few enough to leave most of the chip to what runs beside it.
+_PROGRAMS = 256
 # Programs that an H200 holds at once, and a few to spare: more, and one that waits keeps out what it waits for.
 _RESIDENT = 896
-_WARPS = 8
+_WARPS = 4
 _ALIGNMENT = 256
 
 
@@ -69,7 +70,7 @@ class Shape:
     @property
     def memory(self) -> int:
         """Bytes of one direction's memory on a rank."""
-        return SLOTS * _aligned(self.state_bytes) + 2 * _aligned(4 * self.tiles) + _ALIGNMENT
+        return _aligned(SLOTS * self.state_bytes) + _aligned(4 * self.tiles) + _ALIGNMENT
 
 
 def _aligned(size: int) -> int:
@@ -77,16 +78,24 @@ def _aligned(size: int) -> int:
 
 
 class Mailbox:
-    """One direction's memory on one rank, which its neighbours read and write: views of ``memory``, uint8, zeros at
-    first. Layout: the inbox, the counters of what arrived and of what was taken, and a mark that something failed."""
+    """One direction's memory on one rank, which its neighbours read and write: views of ``memory``, uint8, to be
+    cleared first. Layout: the inbox, as integers, the counters of what was taken, and a mark that something failed."""
 
     def __init__(self, shape: Shape, memory: Tensor) -> None:
-        flags = _aligned(4 * shape.tiles)
-        start = SLOTS * _aligned(shape.state_bytes)
-        self.inbox = memory[: SLOTS * shape.state_bytes].view(shape.dtype)
-        self.arrived = memory[start : start + 4 * shape.tiles].view(torch.int32)
-        self.taken = memory[start + flags : start + flags + 4 * shape.tiles].view(torch.int32)
-        self.poison = memory[start + 2 * flags : start + 2 * flags + 4].view(torch.int32)
+        inbox = SLOTS * shape.state_bytes
+        start = _aligned(inbox)
+        flags = start + _aligned(4 * shape.tiles)
+        self.inbox = memory[:inbox].view(torch.int32 if shape.dtype.itemsize == 4 else torch.int64)
+        self.taken = memory[start : start + 4 * shape.tiles].view(torch.int32)
+        self.poison = memory[flags : flags + 4].view(torch.int32)
+
+    def clear(self) -> None:
+        """Nothing has come, nothing is taken, nothing failed."""
+        from zeco_compile.kernels.triton_scan import ABSENT
+
+        self.inbox.fill_(ABSENT)
+        self.taken.zero_()
+        self.poison.zero_()
 
 
 class Hop:
@@ -119,8 +128,7 @@ class Hop:
         with _current(state.device):
             scan_hop[self._programs,](
                 state, log_decay, boundary, state_in,
-                mine.inbox, mine.arrived, mine.taken, mine.poison,
-                after.inbox, after.arrived, after.taken, after.poison,
+                mine.inbox, mine.taken, mine.poison, after.inbox, after.taken, after.poison,
                 self._known, self._epochs, self._clocks, self._failure,
                 shape.tiles, int(seconds * 1e9),
                 ROWS=shape.rows, V=shape.value, PER_DECAY=shape.per_decay, BR=rows, BV=columns,
@@ -207,7 +215,7 @@ class SymmetricScan:
         rank, step = communicator.rank, -1 if reverse else 1
 
         def prepare(memory: Tensor) -> None:
-            memory.zero_()
+            Mailbox(shape, memory).clear()
             torch.cuda.synchronize(communicator.device)
 
         try:
@@ -302,7 +310,9 @@ def expected_wire(wire: str, hosts: Sequence[int], schedule: str) -> str:
 
 def virtual_chain(size: int, shape: Shape, device: torch.device, failure: Tensor) -> Iterator[Hop]:
     """The hops of ``size`` ranks on one device: the same kernel and flags, without a wire. For tests and benchmarks."""
-    boxes = [Mailbox(shape, torch.zeros(shape.memory, dtype=torch.uint8, device=device)) for _ in range(size)]
+    boxes = [Mailbox(shape, torch.empty(shape.memory, dtype=torch.uint8, device=device)) for _ in range(size)]
+    for box in boxes:
+        box.clear()
     for rank, box in enumerate(boxes):
         following = boxes[rank + 1] if rank < size - 1 else None
         yield Hop(shape, box, following, failure, first=rank == 0, programs=min(_PROGRAMS, _RESIDENT // size))

@@ -103,6 +103,34 @@ def test_who_waits_in_vain_says_so_and_passes_nothing_off_as_a_state():
     assert bool(then.isnan().all())
 
 
+def test_what_comes_after_a_failure_is_taken_for_nothing():
+    states, decays, boundary, _ = problem(2, (1, 1, 4, 8), True)
+    failure = no_failure()
+    hops = list(symmetric.virtual_chain(2, symmetric.shape_of(states[0], decays[0]), DEVICE, failure))
+    hops[1].run(states[1], decays[1], None, 0.05)
+    for _ in range(symmetric.SLOTS):
+        # late, into places that the second rank will look at again
+        hops[0].run(states[0], decays[0], boundary, 0.05)
+        got = hops[1].run(states[1], decays[1], None, 0.05)
+        synchronise()
+        assert bool(got.isnan().all())
+    assert int(failure[0]) == triton_scan.NOTHING_ARRIVED
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_any_nan_is_a_number_that_came(dtype):
+    states, decays, boundary, _ = problem(3, (1, 1, 4, 8), True, dtype)
+    patterns = states.view(torch.int32 if dtype == torch.float32 else torch.int64)
+    # the pattern of what has not come
+    patterns[0, 0, 0, 1] = triton_scan.ABSENT
+    failure = no_failure()
+    hops = list(symmetric.virtual_chain(3, symmetric.shape_of(states[0], decays[0]), DEVICE, failure))
+    for got in scan(hops, states, decays, boundary)[1:]:
+        assert bool(got[0, 0, 1].isnan().all())
+        assert int(got.isnan().sum()) == 8
+    assert int(failure[0]) == 0
+
+
 def synchronise() -> None:
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
