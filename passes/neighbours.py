@@ -25,9 +25,8 @@ from zeco_compile.passes.plans import (
     settle,
     single_output,
     substitute,
-    window_of,
 )
-from zeco_compile.passes.schema import argument, operand, operands
+from zeco_compile.passes.schema import argument, operand, operands, shape
 
 aten = torch.ops.aten
 zeco = torch.ops.zeco
@@ -89,17 +88,15 @@ _CONV_FUNCTIONS = tuple(
 
 
 def _cropped_right(analysis: Analysis, node: fx.Node, amount: int) -> bool:
-    """Everybody who reads the convolution first cuts its last `amount` rows off."""
-    own = window_of(analysis, node)
-    if own is None:
+    """Everybody who reads the convolution first cuts at least its last `amount` rows off."""
+    dim = row_dim(analysis, node)
+    if dim is None:
         return False
     for user in node.users:
-        if user.target is not aten.slice.Tensor:
+        if user.target is not aten.slice.Tensor or argument(user, "dim", 0) % len(shape(node)) != dim:
             return False
-        window = window_of(analysis, user)
-        if window is None or not isinstance(window[1], int) or not isinstance(own[1], int):
-            return False
-        if window[1] > own[1] - amount:
+        _, behind = analysis.track.cut(user, shape(node)[dim], shape(user)[dim])
+        if not isinstance(behind, int) or behind < amount:
             return False
     return bool(node.users)
 

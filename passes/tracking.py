@@ -156,20 +156,26 @@ class Tracking:
         """The dimension after `x[start:end:step]`."""
         if same_size(size_in, size_out):
             return dim
-        start, step = (self.number(argument(node, name)) for name in ("start", "step"))
         window = self.axes.window_of(dim)
-        if window is None or step != 1:  # every second row, or some chunks: not the same rows on a slice
+        if (
+            window is None or self.number(argument(node, "step")) != 1
+        ):  # every second row, or some chunks: not the same rows on a slice
             self.act(node, dim, "part")
             # One token per rank: `table[:T]` and `table[:1]` look alike, so the row may be the sequence's.
             one = same_size(size_out, 1) and same_size(self.axes.length, 1)
             return (Atom(1, "slice"),) if one else self.axes.fresh(size_out, "slice")
         self.act(node, dim, "slice")
+        left, right = window
+        before, behind = self.cut(node, size_in, size_out)
+        return self.axes.window(left - before, right - behind)
+
+    def cut(self, node: fx.Node, size_in: Size, size_out: Size) -> tuple[Size, Size]:
+        """How many rows `x[start:end]` leaves out before and behind."""
+        start = self.number(argument(node, "start"))
         start = 0 if start is None else start
         if _is_negative(start):
             start = start + size_in
-        left, right = window
-        cropped_right = sympy.sympify(size_in) - start - size_out
-        return self.axes.window(left - start, right - cropped_right)
+        return start, self.axes.facts.simplify(sympy.sympify(size_in) - start - size_out)
 
     def padded(self, dim: Dim, left: Size, right: Size, size: Size | None) -> Dim:
         window = self.axes.window_of(dim)

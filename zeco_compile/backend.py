@@ -45,6 +45,7 @@ from zeco_compile.passes.length import (
 from zeco_compile.passes.report import Report
 from zeco_compile.report_log import keep
 from zeco_compile.settings import Settings
+from zeco_compile.slices import refuse_kept_slices
 
 _graph_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 _agreed: defaultdict[str, int] = defaultdict(int)
@@ -69,6 +70,7 @@ def zeco(
         guards.refuse_unknown_intermediates(gm, example_inputs, settings)
         inputs = graph_inputs(gm, example_inputs, settings.seq_dim)
         if settings.world_size > 1:
+            refuse_kept_slices(inputs, example_inputs)
             request_symbolic_length(gm, inputs, example_inputs)
             request_constant_length(gm, inputs, example_inputs)
         assumed = assumptions(gm, inputs, example_inputs)

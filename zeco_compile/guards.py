@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from zeco_compile.lowering.agreement import check_lengths
-from zeco_compile.marks import UNMARKED, mark_sequence, sequence_mark
+from zeco_compile.marks import UNMARKED, sequence_mark
 from zeco_compile.passes import torch_private
 from zeco_compile.passes.branches import Assumptions
 from zeco_compile.passes.errors import GraphBreak, MaskChanged, RecompilationLimit, SequenceInputError
@@ -18,6 +18,7 @@ from zeco_compile.passes.locations import innermost_user_frame
 from zeco_compile.passes.masks import Buffer
 from zeco_compile.rewrite import Rewritten
 from zeco_compile.settings import Settings
+from zeco_compile.slices import mark_results, refuse_kept_slices
 
 
 def refuse_graph_break(gm: fx.GraphModule, settings: Settings) -> None:
@@ -78,36 +79,24 @@ def checked(
 
     if settings.world_size == 1 and not relied_on:
         return run
-    arguments = [each for each in inputs if each.kind == "argument"]
-    marks_results = settings.graph_breaks == "allow"
+    tensors = [each for each in inputs if each.kind in ("argument", "buffer")]
 
     def call(*values: Any) -> Any:
         for mask in relied_on:
             mask.refuse_another(values)
         if settings.world_size > 1:
-            for each in arguments:
+            for each in tensors:
                 _refuse_other_mark(each, values[each.index], settings.seq_dim)
+            refuse_kept_slices(tensors, values)
             rows = lengths(inputs, values)
             check_lengths(settings.group, rows, f"{key} of {given(inputs, values)}")
             assumed.refuse_broken(max(rows, default=0) * settings.world_size)
         results = run(*values)
-        if marks_results:
-            _mark(arguments, values, rewritten.output_dims, results)
+        if settings.world_size > 1:
+            mark_results(tensors, values, rewritten.output_dims, results)
         return results
 
     return call
-
-
-def _mark(
-    arguments: Sequence[GraphInput], values: Sequence[Any], dims: Sequence[int | None] | None, results: Any
-) -> None:
-    """Tells the graphs behind a break where the sequence is in the tensors that reach them."""
-    for each in arguments:
-        mark_sequence(values[each.index], each.along)
-    if dims is not None:
-        for result, dim in zip(results, dims, strict=True):
-            if isinstance(result, torch.Tensor):
-                mark_sequence(result, dim)
 
 
 def refuse_unknown_intermediates(
@@ -154,7 +143,8 @@ class _ReliedOn:
 
 def _refuse_other_mark(each: GraphInput, value: torch.Tensor, seq_dim: int) -> None:
     mark = sequence_mark(value)
-    along = (seq_dim if value.dim() else None) if mark is UNMARKED else mark
+    default = seq_dim if each.kind == "argument" and value.dim() else None
+    along = default if mark is UNMARKED else mark
     if along != each.along:
         raise SequenceInputError(
             each.name,
