@@ -22,7 +22,9 @@ import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.length import depends_on, global_number
+from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.losses import cross_entropy
 from zeco_compile.passes.neighbours import concatenation, convolution, padding, written_shifted
 from zeco_compile.passes.plans import (
@@ -39,7 +41,8 @@ from zeco_compile.passes.plans import (
     single_output,
     through_views,
 )
-from zeco_compile.passes.schema import argument, operand
+from zeco_compile.passes.report import op_name
+from zeco_compile.passes.schema import argument, operand, shape
 
 aten = torch.ops.aten
 zeco = torch.ops.zeco
@@ -221,10 +224,24 @@ def _table_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     def apply(ranks: Ranks) -> None:
         emit = Emit(user_node, after=False)
         source = operand(user_node, 0)
+        whole, rows = analysis.real_length * ranks.world_size, shape(table)[dim]
+        if isinstance(rows, int) and rows < whole:
+            raise UnsupportedOp(
+                op_name(user_node),
+                location=user_location(user_node),
+                why=f"it takes a row for each position of a table that has {rows} rows, and the whole sequence has "
+                f"{whole} tokens.",
+                hints=["make the table as long as the longest sequence, or the sequence shorter"],
+                node=str(user_node),
+            )
         length = emit.call(aten.sym_size.int, *_length_source(analysis))
         offset = emit.call(operator.mul, length, ranks.rank)
-        # narrow, unlike a slice, raises where the table has too few rows for the whole sequence
-        mine = emit.call(aten.narrow.default, source, dim, offset, length)
+        # All rows of the sequence first: so every rank has the same guard, and compiles anew when the others do.
+        # narrow, unlike a slice, raises where the table has too few.
+        everyones = emit.call(
+            aten.narrow.default, source, dim, 0, emit.call(operator.mul, length, ranks.world_size)
+        )
+        mine = emit.call(aten.narrow.default, everyones, dim, offset, length)
         user_node.replace_input_with(source, mine)
         settle(user_node)
 
