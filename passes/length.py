@@ -53,8 +53,9 @@ _SIZES = frozenset(
 
 # What bounds a range is a value, but for the end of one that begins at 0, which is its size.
 _aten = torch.ops.aten
+_RANGES = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
 BOUNDS: dict[Any, tuple[str, ...]] = {
-    **dict.fromkeys((_aten.arange.start, _aten.arange.start_step), ("start",)),
+    **dict.fromkeys(_RANGES[1:], ("start",)),
     **dict.fromkeys((_aten.linspace.default, _aten.logspace.default), ("start", "end")),
 }
 
@@ -158,7 +159,7 @@ def globalise_length(analysis: Analysis, world_size: int, decisions: list[Decisi
         if settled(user_node) or user_node.op not in ("call_function", "call_method", "output"):
             continue
         numbers = [n for n in user_node.all_input_nodes if depends_on(n, symbols)]
-        if not numbers or _is_number(user_node):
+        if not numbers or _is_number(user_node) or _numbers_positions(analysis, user_node):
             continue
         # a number that the model returns is a value
         uses = {"value"} if user_node.op == "output" else uses_of_length(analysis, user_node)
@@ -184,6 +185,13 @@ def globalise_length(analysis: Analysis, world_size: int, decisions: list[Decisi
         )
         changed += 1
     return changed
+
+
+def _numbers_positions(analysis: Analysis, user_node: fx.Node) -> bool:
+    """A range with a number for each position, wherever it begins: its rule sees to that (sharding_rules.py)."""
+    ranges = [n for n in analysis.shadow.groups.get(user_node, []) if n.target in _RANGES]
+    axes, dims = analysis.track.axes, analysis.track.dims
+    return user_node.target is torch.arange and any(axes.is_whole_sequence(dims(n)[0]) for n in ranges)
 
 
 def depends_on(node: fx.Node, symbols: set[Any]) -> bool:

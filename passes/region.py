@@ -249,7 +249,11 @@ def _from_buffers(analysis: Analysis, node: fx.Node) -> tuple[set[fx.Node], dict
             return None
         elif current not in passed:
             passed.add(current)
-            stack += [s for s in current.all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)]
+            stack += [
+                s
+                for s in current.all_input_nodes
+                if isinstance(s.meta.get("val"), torch.Tensor | list | tuple)
+            ]
     return (passed, buffers) if buffers else None
 
 
