@@ -3,7 +3,8 @@
 Contract: what differs between ranks is raised on *every* rank, by the same error with the same message, and
 no rank is left waiting. Both checks begin with one all-gather of one small header on the CPU, so that a
 rank in one check and a rank in the other (one recompiles since its length changed, the others run what they
-have) see each other instead of waiting for each other. A rank that does not come at all makes the others
+have) see each other instead of waiting for each other. A rank that fails on its way to a check leaves word of
+it (`give_up`), for which those who have waited a while look. A rank that does not come at all makes the others
 raise `RankMissing` after the group's timeout.
 
 The headers go over a gloo group of their own. They cannot interleave with the user's collectives or with the
@@ -12,12 +13,13 @@ states on their way, and on CUDA they do not touch the stream.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -36,6 +38,11 @@ _HEADER = 16
 _INLINE = _HEADER - 4
 _LENGTHS = 1
 _AGREEMENT = 2
+
+# How long a rank waits for the others between two looks for word from them, and how long such word has to stand: a rank
+# that has failed may have caught its error, and be on its way to the check that the others are in.
+_LOOK_SECONDS = 1.0
+_STANDS_SECONDS = 8.0
 
 # How long a rank that has failed looks for the failures of the others, to tell who is missing.
 _REPORT_SECONDS = 2.0
@@ -78,6 +85,19 @@ def all_agree(group: str, mine: bool) -> bool:
         return control.all_agree(mine)
 
 
+def give_up(group: str, why: str) -> None:
+    """Leaves word for the ranks of ``group`` that this one has failed by itself, and will not come to what is next.
+
+    To be called where an error is raised that no check has raised. It communicates with the store only, and waits for
+    nobody; the word is taken back when this rank comes to a check after all.
+    """
+    if group == ONE_RANK:
+        return
+    control = _control(group)
+    with control.lock:
+        control.leave_word(why)
+
+
 def check_lengths(group: str, lengths: Sequence[int], key: str = "") -> None:
     """All ranks of ``group`` are about to run the same thing on slices of equal ``lengths``; for every call.
 
@@ -104,6 +124,7 @@ class _Control:
         self.timeout = torch_private.group_timeout(self.main)
         self.prefix = f"zeco/control/{name}/{generation}"
         self.broken = ""
+        self.checks = self.failures = 0  # checks that are over, and this rank's failures since
         self.lock = threading.Lock()
         self.headers = torch.zeros(self.size * _HEADER, dtype=torch.int64)
         self.gloo: dist.ProcessGroup | None = None
@@ -115,9 +136,12 @@ class _Control:
         """
         header = [check, len(text), identity, len(lengths), *lengths[:_INLINE]]
         header += [0] * (_HEADER - len(header))
+        if self.failures:
+            self.store.set(f"{self.prefix}/word/{self.rank}", json.dumps([-1, 0, ""]))  # it comes after all
         self._all_gather(self.headers, torch.tensor(header, dtype=torch.int64))
         rows = self.headers.view(self.size, _HEADER).tolist()
         first = rows[0]
+        self.checks, self.failures = self.checks + 1, 0
         if all(row[0] == first[0] and row[2:] == first[2:] for row in rows):
             if len(lengths) > _INLINE:
                 self._compare_lengths(rows, self._gather_integers(lengths[_INLINE:], rows))
@@ -170,6 +194,16 @@ class _Control:
     def _connect(self) -> dist.ProcessGroup:
         if self.store.check([f"{self.prefix}/failed"]):
             raise RuntimeError("the other ranks gave up before this rank came")
+        self.store.set(f"{self.prefix}/here/{self.rank}", "1")
+        here = [f"{self.prefix}/here/{rank}" for rank in range(self.size)]
+
+        def all_here() -> bool:
+            if self.store.check(here):
+                return True
+            time.sleep(0.01)
+            return False
+
+        self._until(all_here)
         store = dist.PrefixStore(self.prefix, self.store)
         return torch_private.make_gloo_group(store, self.rank, self.size, self.timeout)
 
@@ -177,9 +211,56 @@ class _Control:
         def all_gather() -> None:
             if self.gloo is None:
                 self.gloo = self._connect()
-            torch_private.all_gather(self.gloo, out, mine).wait()
+            self._wait(torch_private.all_gather(self.gloo, out, mine))
 
         self._guarded(all_gather)
+
+    def leave_word(self, why: str) -> None:
+        self.failures += 1
+        word = json.dumps([self.checks, self.failures, why])
+        # where rank 0 has gone, and the store with it, whoever waits finds out by that
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"{self.prefix}/word/{self.rank}", word)
+
+    def _wait(self, work: dist.Work) -> None:
+        """Raises RuntimeError where the exchange fails, and where a rank says that it will not come."""
+
+        def ended() -> bool:
+            try:
+                work.wait(datetime.timedelta(seconds=_LOOK_SECONDS))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                return False
+            return True
+
+        self._until(ended)
+
+    def _until(self, ended: Callable[[], bool]) -> None:
+        """Calls ``ended``, which may wait itself, until it is true. Raises RuntimeError if a rank does not come."""
+        begin = time.monotonic()
+        looked, first_seen = begin, dict[str, float]()
+        while not ended():
+            now = time.monotonic()
+            if now - looked < _LOOK_SECONDS:
+                continue
+            looked = now
+            for word in self._words():
+                if now - first_seen.setdefault(word, now) > _STANDS_SECONDS:
+                    if self.gloo is not None:
+                        torch_private.abandon(self.gloo)
+                    raise RuntimeError(word)
+            if now - begin > self.timeout.total_seconds() + _LOOK_SECONDS:
+                raise RuntimeError(f"nothing came within {_seconds_text(self.timeout)}")
+
+    def _words(self) -> Iterator[str]:
+        """What ranks say that have failed, at this check, more often than this one has: they do not come to it."""
+        for rank in range(self.size):
+            key = f"{self.prefix}/word/{rank}"
+            if rank != self.rank and self.store.check([key]):
+                checks, failures, why = json.loads(self.store.get(key))
+                if checks == self.checks and failures > self.failures:
+                    yield f"{_ranks_text(self.name, [rank])} has raised an error of its own: {why}"
 
     def _guarded(self, communicate: Callable[[], None]) -> None:
         if self.broken:

@@ -23,6 +23,40 @@ class InvalidGroup(ZecoError):
     """What was given as ``group`` is not a process group that this rank can share a sequence with."""
 
 
+class GroupChanged(ZecoError):
+    """The ranks that share a sequence are not those that the graph was compiled for."""
+
+
+class SameGroup:
+    """Whether ``group``, which is what `resolve_group` takes, is still what it is now.
+
+    A process group can be destroyed and made anew with other ranks, and the default one has the same name then: the
+    number of ranks, and this one's place, are constants in compiled graphs.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._asked = group
+        self._then = self._process_group()
+        self._several = self._then is not None and self._then.size() > 1
+
+    def _process_group(self) -> dist.ProcessGroup | None:
+        if self._asked is None:
+            return dist.group.WORLD if _initialised() else None
+        return self._asked.get_group() if _is_mesh(self._asked) else self._asked
+
+    def refuse_another(self) -> None:
+        """Raises GroupChanged."""
+        now = self._process_group()
+        if now is self._then and (now is None or torch_private.is_registered_group(now)):
+            return
+        if self._several or (now is not None and now.size() > 1):
+            raise GroupChanged(
+                "the model was compiled for another process group than there is now: one has been made, or "
+                "destroyed, since. Call torch._dynamo.reset() after init_process_group() or "
+                "destroy_process_group(), so that the model is compiled anew for the ranks that there are."
+            )
+
+
 def resolve_group(group: Any = None) -> str:
     """The name of ``group``, by which the ops of ``zeco::`` find it.
 
@@ -100,6 +134,19 @@ def _group_of_mesh(mesh: Any) -> dist.ProcessGroup:
             f"{mesh.mesh.flatten().tolist()}). Call this only on the ranks of the mesh."
         )
     return mesh.get_group()
+
+
+def refuse_other_order(group: Any) -> None:
+    """Raises InvalidGroup for a DeviceMesh whose ranks stand in another order than in its process group."""
+    if not _is_mesh(group):
+        return
+    wanted, ranks = group.mesh.flatten().tolist(), dist.get_process_group_ranks(group.get_group())
+    if ranks != wanted:
+        raise InvalidGroup(
+            f"`group` is a DeviceMesh of the ranks {wanted}, in this order, but its process group has them in the "
+            f"order {ranks}, and slices of the sequence are dealt out in the order of the group. Make the mesh with "
+            "its ranks in ascending order."
+        )
 
 
 def _describe(group: Any) -> str:

@@ -6,6 +6,7 @@ tests/lowering/test_torch_private.py. Tried with torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -144,6 +145,12 @@ def symmetric_memory(
     prepare(memory)
     handle = _symmetric_memory.rendezvous(memory, cast(Any, group))
     return memory, lambda rank: handle.get_buffer(rank, (size,), torch.uint8)
+
+
+def abandon(group: dist.ProcessGroup) -> None:
+    """Leaves a gloo group to itself, with what is in flight on it: its destructor would wait for that until the group's
+    timeout, at the exit of the process too. The threads end with the process."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def storage_key(tensor: torch.Tensor) -> int:

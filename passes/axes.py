@@ -166,13 +166,15 @@ class Axes:
                 continue
             product: Any = 1
             while not same_size(product, size):
+                need = self.facts.quotient(size, product)
+                if need == 1:
+                    break  # one size, written in two ways
                 if not pending:
                     return None
                 atom = pending.pop(0)
                 if same_size(atom.size, 1):
                     taken.append(atom)
                     continue
-                need = self.facts.quotient(size, product)
                 if need is not None and self.facts.quotient(need, atom.size) is not None:
                     taken.append(atom)
                     product = product * atom.size

@@ -35,7 +35,8 @@ class GraphInput:
 
 
 def graph_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int) -> list[GraphInput]:
-    """The placeholders of `gm` in order. Raises SequenceInputError for an argument that lacks its dimension."""
+    """The placeholders of `gm` in order. Raises SequenceInputError for an argument that lacks its dimension,
+    or is empty."""
     out: list[GraphInput] = []
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for index, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
@@ -47,8 +48,15 @@ def graph_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int
             kind = "parameter" if isinstance(value, torch.nn.Parameter) else "buffer"
             out.append(GraphInput(node, index, kind, name, _marked(value, name, None)))
         else:
-            default = seq_dim if value.dim() else None
-            out.append(GraphInput(node, index, "argument", name, _marked(value, name, default)))
+            along = _marked(value, name, seq_dim if value.dim() else None)
+            if along is not None and value.numel() == 0:
+                raise SequenceInputError(
+                    name,
+                    tuple(value.shape),
+                    "it is empty, and nothing can be told of a model from nothing.",
+                    hints=["leave the call out on every rank where there is nothing to compute"],
+                )
+            out.append(GraphInput(node, index, "argument", name, along))
     return out
 
 

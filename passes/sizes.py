@@ -147,7 +147,10 @@ class SizeFacts:
         """a / b if that is a whole number whatever the symbols are, else None."""
         if isinstance(a, int) and isinstance(b, int):
             return a // b if b and a % b == 0 else None
-        ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
+        ratio = sympy.sympify(a) / sympy.sympify(b)
+        if not ratio.has(sympy.Float):
+            ratio = sympy.cancel(ratio)
+        # of a size that is rounded, as that of `arange(0.5, T)`, sympy looks for common divisors of fractions for ever
         if ratio.is_Integer:
             return int(ratio)
         if ratio.is_Rational:

@@ -33,6 +33,7 @@ from zeco_compile.kernels.errors import ZecoError
 from zeco_compile.lowering import links
 from zeco_compile.lowering.agreement import all_agree, check_agreement
 from zeco_compile.lowering.communicator import wire_of
+from zeco_compile.lowering.groups import SameGroup
 from zeco_compile.passes.branches import assumptions
 from zeco_compile.passes.errors import refusing
 from zeco_compile.passes.inputs import first_device, graph_inputs
@@ -63,8 +64,9 @@ def zeco(
 
     Returns a callable of the graph's inputs. Raises a `ZecoError` for everything that cannot be compiled.
     """
-    with refusing("the compilation of a graph"), seldom_collected():
-        settings = Settings.parse(options)
+    with refusing("the reading of the options"):
+        settings, group = Settings.parse(options), SameGroup((options or {}).get("group"))
+    with refusing("the compilation of a graph"), guards.announced(settings.group), seldom_collected():
         guards.refuse_graph_break(gm, settings)
         guards.refuse_last_recompilation()
         guards.refuse_unknown_intermediates(gm, example_inputs, settings)
@@ -99,4 +101,6 @@ def zeco(
             fixed, kept, left = fix_length(gm, inputs, example_inputs, partial(all_agree, settings.group))
             compiled = generate(fixed, left, settings)
         keep(report)
-        return guards.checked(compiled, kept, inputs, rewritten, assumed, example_inputs, settings, key)
+        return guards.checked(
+            compiled, kept, inputs, rewritten, assumed, example_inputs, settings, key, group
+        )

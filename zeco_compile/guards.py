@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from zeco_compile.lowering.agreement import check_lengths
+from zeco_compile.lowering.agreement import RankMissing, check_lengths, give_up
+from zeco_compile.lowering.errors import RanksDisagree, UnequalShards
+from zeco_compile.lowering.groups import SameGroup
 from zeco_compile.marks import UNMARKED, sequence_mark
 from zeco_compile.passes import torch_private
 from zeco_compile.passes.branches import Assumptions
@@ -19,6 +22,19 @@ from zeco_compile.passes.masks import Buffer
 from zeco_compile.rewrite import Rewritten
 from zeco_compile.settings import Settings
 from zeco_compile.slices import mark_results, refuse_kept_slices
+
+
+@contextlib.contextmanager
+def announced(group: str) -> Iterator[None]:
+    """Tells the ranks that may be waiting for this one of an error that is its own."""
+    try:
+        yield
+    except (UnequalShards, RanksDisagree, RankMissing):
+        raise  # on every rank
+    except Exception as error:
+        if not torch_private.is_dynamo_restart(error):
+            give_up(group, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        raise
 
 
 def refuse_graph_break(gm: fx.GraphModule, settings: Settings) -> None:
@@ -47,8 +63,8 @@ def given(inputs: Sequence[GraphInput], values: Sequence[Any]) -> str:
     shown = []
     for each in inputs:
         value = values[each.index]
-        if each.kind == "argument" and value.dim() == 0 and value.device.type == "cpu":
-            value = value.item()  # as Dynamo hands over a number that varies
+        if each.kind in ("argument", "buffer") and value.dim() == 0 and value.device.type == "cpu":
+            value = value.item()  # as Dynamo hands over a number that varies, an argument or an attribute
         if each.kind != "size" and isinstance(value, int | float):
             shown.append(f"{each.name} = {value!r}")
         elif each.kind == "argument":
@@ -66,10 +82,12 @@ def checked(
     example_inputs: Sequence[Any],
     settings: Settings,
     key: str,
+    group: SameGroup,
 ) -> Callable[..., Any]:
-    """`compiled`, which takes the arguments `kept` of the graph's, behind the checks of every call: the ranks' slices
-    are equally long, each input runs along the sequence in the dimension it was compiled for, the whole sequence is
-    as long as the code's branches took for granted, and the masks whose values were relied on are still those."""
+    """`compiled`, which takes the arguments `kept` of the graph's, behind the checks of every call: the ranks are those
+    of the compilation, their slices are equally long, each input runs along the sequence in the dimension it was
+    compiled for, the whole sequence is as long as the code's branches took for granted, and the masks whose values
+    were relied on are still those. What comes out is marked as what it is."""
     relied_on = [_ReliedOn(mask, example_inputs[mask.index]) for mask in rewritten.masks]
     run = compiled
     if len(kept) < len(example_inputs):
@@ -77,17 +95,18 @@ def checked(
         def run(*values: Any) -> Any:
             return compiled(*(values[index] for index in kept))
 
-    if settings.world_size == 1 and not relied_on:
-        return run
     tensors = [each for each in inputs if each.kind in ("argument", "buffer")]
 
     def call(*values: Any) -> Any:
-        for mask in relied_on:
-            mask.refuse_another(values)
+        group.refuse_another()
+        with announced(settings.group):
+            for mask in relied_on:
+                mask.refuse_another(values)
+            if settings.world_size > 1:
+                for each in tensors:
+                    _refuse_other_mark(each, values[each.index], settings.seq_dim)
+                refuse_kept_slices(tensors, values)
         if settings.world_size > 1:
-            for each in tensors:
-                _refuse_other_mark(each, values[each.index], settings.seq_dim)
-            refuse_kept_slices(tensors, values)
             rows = lengths(inputs, values)
             check_lengths(settings.group, rows, f"{key} of {given(inputs, values)}")
             assumed.refuse_broken(max(rows, default=0) * settings.world_size)

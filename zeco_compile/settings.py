@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from zeco_compile.errors import InvalidOption
 from zeco_compile.lowering.communicator import members
-from zeco_compile.lowering.groups import InvalidGroup, resolve_group
+from zeco_compile.lowering.groups import InvalidGroup, refuse_other_order, resolve_group
 from zeco_compile.passes.errors import as_compile_error
 
 Schedule = Literal["auto", "all_scan", "all_scan_tree", "two_level", "lasp1", "lasp2"]
@@ -71,6 +71,7 @@ class Settings:
         values = {name: check(name, given[name]) for name, check in _CHECKS.items() if name in given}
         try:
             group = resolve_group(given.get("group"))
+            refuse_other_order(given.get("group"))
         except InvalidGroup as error:
             raise as_compile_error(error) from None
         values["debug_dir"] = values.get("debug_dir") or _debug_dir_of_environment()

@@ -217,3 +217,41 @@ def test_a_rank_that_dies(fresh_ranks: Any) -> None:
         assert kind == "RankMissing"
         assert "missing: rank 1." in text
         assert seconds < 10
+
+
+def _impatient() -> str:
+    agreement._LOOK_SECONDS, agreement._STANDS_SECONDS = 0.2, 0.6
+    return groups.resolve_group()
+
+
+def _one_fails(rank: int, who: int) -> None:
+    group = _impatient()
+    if rank == who:
+        agreement.give_up(group, "ValueError: of its own")
+    else:
+        agreement.check_lengths(group, (1,))
+
+
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "never-connected"])
+def test_a_rank_that_fails_by_itself_leaves_word(fresh_ranks: Any, connected: bool) -> None:
+    pool = fresh_ranks(2, 60)
+    if connected:
+        pool.run(_nothing)
+    start = time.monotonic()
+    waited, failed = pool.run(_one_fails, 1, errors=True, seconds=50)
+    assert time.monotonic() - start < 20
+    assert failed is None
+    assert isinstance(waited, agreement.RankMissing)
+    assert "rank 1 has raised an error of its own: ValueError: of its own" in str(waited)
+
+
+def _all_fail_and_go_on(rank: int) -> None:
+    group = _impatient()
+    for _ in range(2):
+        agreement.give_up(group, "ValueError: everywhere")
+    time.sleep(2.0 * rank)
+    agreement.check_lengths(group, (1,))
+
+
+def test_word_of_a_failure_on_every_rank_is_no_news(fresh_ranks: Any) -> None:
+    assert fresh_ranks(2, 60).run(_all_fail_and_go_on) == [None, None]

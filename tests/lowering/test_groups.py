@@ -10,7 +10,14 @@ import torch.distributed as dist
 
 from zeco_compile.lowering import torch_private
 from zeco_compile.lowering.communicator import members
-from zeco_compile.lowering.groups import InvalidGroup, resolve_group, resolve_group_and_size
+from zeco_compile.lowering.groups import (
+    GroupChanged,
+    InvalidGroup,
+    SameGroup,
+    refuse_other_order,
+    resolve_group,
+    resolve_group_and_size,
+)
 
 
 def test_without_a_process_group_there_is_one_rank() -> None:
@@ -62,6 +69,12 @@ def _names(rank: int) -> dict[str, Any]:
     note("mesh dimension", square["cp"])
     note("mesh", init_device_mesh("cpu", (4,)))
     note("mesh of some", DeviceMesh("cpu", [1, 2]))
+    for order in ([0, 1, 2, 3], [1, 0, 3, 2]):
+        try:
+            refuse_other_order(DeviceMesh("cpu", order))
+            found[f"order {order}"] = ""
+        except InvalidGroup as error:
+            found[f"order {order}"] = str(error)
     gone = dist.new_group([0, 1, 2, 3])
     dist.barrier(gone)
     dist.destroy_process_group(gone)
@@ -87,6 +100,8 @@ def test_groups_and_meshes(ranks: Any) -> None:
             assert found["mesh of some"] == (True, 2, (1, 2))
         else:
             assert "is not in the DeviceMesh" in found["mesh of some"]
+        assert found["order [0, 1, 2, 3]"] == ""
+        assert "in the order [0, 1, 2, 3]" in found["order [1, 0, 3, 2]"]
         assert "has been destroyed" in found["destroyed"]
         assert "made by hand" in found["by hand"]
 
@@ -109,3 +124,32 @@ def _traced(rank: int) -> list[Any]:
 
 def test_dynamo_traces_it(ranks: Any) -> None:
     assert ranks(4).run(_traced) == [[4.0, 4.0, 2.0]] * 4
+
+
+def test_a_group_that_is_made_or_destroyed_is_another() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    nobody = SameGroup()
+    nobody.refuse_another()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        two = SameGroup()
+        two.refuse_another()
+        with pytest.raises(GroupChanged, match=r"torch\._dynamo\.reset"):
+            nobody.refuse_another()
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(GroupChanged):
+        two.refuse_another()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    try:
+        with pytest.raises(GroupChanged):
+            two.refuse_another()
+    finally:
+        dist.destroy_process_group()
+    nobody.refuse_another()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        nobody.refuse_another()  # one rank is one rank
+    finally:
+        dist.destroy_process_group()

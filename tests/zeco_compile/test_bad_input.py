@@ -523,3 +523,63 @@ def test_rank_that_is_killed_at_any_time_of_training() -> None:
     for (name, message), seconds in _lost(outcomes, 1):
         assert name in ("NeighbourLost", "RankMissing"), message
         assert seconds < 2 * TIMEOUT
+
+
+def _float_attribute(calls: list[list[float]]) -> list[Attempt]:
+    torch._dynamo.reset()
+
+    class Scaled(nn.Module):
+        factor = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return attention(x * self.factor)
+
+    model = Scaled()
+    function = compiled(model)
+    outcomes = []
+    for each in calls:
+        model.factor = each[dist.get_rank()]
+        outcomes.append(attempt(lambda: function(rows(6)).shape))
+    return outcomes
+
+
+def test_a_number_of_the_model_that_differs_between_ranks() -> None:
+    """From the second value on Dynamo has a symbol for it, which no guard of its sees."""
+    for *well, refused in run_on_ranks(
+        _float_attribute, [[1.5, 1.5], [2.5, 2.5], [3.5, 3.5], [1.0, 4.0]], world_size=2
+    ):
+        assert [name for name, _ in well] == ["returned"] * 3
+        assert refused[0] == "RanksDisagree"
+
+
+def test_an_empty_batch() -> None:
+    def empty() -> Attempt:
+        function = compiled(attention)
+        return attempt(lambda: function(rows(6)[:0]))
+
+    for name, message in run_on_ranks(empty, world_size=2):
+        assert name == errors.SequenceInputError.__name__
+        assert "empty" in message
+
+
+def _one_is_refused() -> tuple[Attempt, float]:
+    from zeco_compile.lowering import agreement
+
+    group = dist.new_group()  # which is not to be used again
+    patience = agreement._LOOK_SECONDS, agreement._STANDS_SECONDS
+    agreement._LOOK_SECONDS, agreement._STANDS_SECONDS = 0.2, 0.6
+    model = attention if dist.get_rank() == 0 else lambda x: x.sort(1).values
+    start = time.monotonic()
+    try:
+        outcome = attempt(lambda: compiled(model, group=group)(rows(6)))
+    finally:
+        agreement._LOOK_SECONDS, agreement._STANDS_SECONDS = patience
+    return outcome, time.monotonic() - start
+
+
+def test_what_one_rank_is_refused_reaches_the_others() -> None:
+    (waited, seconds), (refused, _) = run_on_ranks(_one_is_refused, world_size=2)
+    assert refused[0] == errors.UnsupportedOp.__name__
+    assert waited[0] == "RankMissing"
+    assert "rank 1 has raised an error of its own: UnsupportedOp" in waited[1]
+    assert seconds < SECONDS
