@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zeco_compile.attention import gated_linear_attention
@@ -147,6 +148,29 @@ def linear_attn(
     # fla returns z whether asked or not; by itself it needs no scan, and costs nothing where it is not used
     keys = k.sum(1, keepdim=True)
     return out, (None, keys if z is None else keys + z)
+
+
+def rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+) -> Result:
+    """o_t = scale r_t (S_{t-1} + u k_t v_t), S_t = exp(w_t) S_{t-1} + k_t v_t (Peng et al., Eagle and Finch, equation
+    18); log decays w [B, T, H, K], u [H, K]. Returns (o in r's dtype, None).
+
+    What the operator reads before a token instead of after it is what it reads after the token before: keys, values
+    and decays are those of the row before, none for the first.
+    """
+    keys, values, decays = (F.pad(x[:, :-1], (0, 0, 0, 0, 1, 0)) for x in (k, v, w))
+    before, _ = _attention(r, keys, values, decays, scale, initial_state, False, False)
+    scale = r.shape[-1] ** -0.5 if scale is None else scale
+    wide = _wide(r)
+    own = (r.to(wide) * u.to(wide) * k.to(wide)).sum(-1, keepdim=True) * scale
+    return (before.to(wide) + own * v.to(wide)).to(r.dtype), None
 
 
 def _attention(

@@ -199,6 +199,25 @@ def causal_conv1d(
     return y.to(x.dtype), None
 
 
+def token_shift(x: Tensor) -> Tensor:
+    """The row before minus the row itself; nothing stands before the first. x [B, T, D]."""
+    return F.pad(x[:, :-1], (0, 0, 1, 0)) - x
+
+
+def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """The first 2 R channels of x [B, T, H, D], in pairs, turned by each row's angles; cos, sin [T or more, R].
+
+    Pairs are (c, c + R), or neighbours where ``interleaved`` (Su et al., RoFormer, equation 34).
+    """
+    turned = 2 * cos.shape[1]
+    c, s = (_wide(t[: x.shape[1], None]) for t in (cos, sin))
+    y = _wide(x[..., :turned])
+    a, b = y.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else y.chunk(2, -1)
+    pair = (a * c - b * s, a * s + b * c)
+    y = (torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)).to(x.dtype)
+    return y if turned == x.shape[3] else torch.cat((y, x[..., turned:]), -1)
+
+
 def _gated_norm(
     x: Tensor,
     g: Tensor,

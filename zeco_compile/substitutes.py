@@ -344,6 +344,13 @@ def _conv_problem(given: dict[str, Any]) -> str | None:
     return None
 
 
+def _rotary_problem(given: dict[str, Any]) -> str | None:
+    offsets = given.get("seqlen_offsets")
+    if not isinstance(offsets, int) or offsets != 0:
+        return "`seqlen_offsets`: positions begin at 0, the rank's offset is added by zeco_compile."
+    return None
+
+
 _CONV_STATE = (
     "the rows before the sequence's first are those of another call, and are not exchanged between ranks."
 )
@@ -491,6 +498,38 @@ SUBSTITUTES: tuple[Substitute, ...] = (
         },
         ("backend", "cu_seqlens_cpu", "chunk_indices"),
         _conv_problem,
+    ),
+    *(
+        Substitute(
+            "fla.ops.rwkv6",
+            name,
+            fla_attention.rwkv6,
+            {
+                **_ATTENTION,
+                **_REVERSE,
+                "output_final_state": "the state after the last token is not computed.",
+            },
+            _INDIFFERENT,
+        )
+        for name in ("chunk_rwkv6", "fused_recurrent_rwkv6")
+    ),
+    Substitute(
+        "fla.modules.token_shift",
+        "token_shift",
+        fla_layers.token_shift,
+        {**_VARLEN, "cache": _CONV_STATE, "output_cache": _CONV_STATE},
+        ("chunk_indices",),
+    ),
+    *(
+        Substitute(
+            module,
+            "rotary_embedding",
+            fla_layers.rotary_embedding,
+            {**_VARLEN, "inplace": "the result is another tensor."},
+            ("chunk_indices", "max_seqlen", "seqlen_offsets"),
+            _rotary_problem,
+        )
+        for module in ("fla.modules.rotary", "fla.modules.rotary.ops")  # up to 0.5, and from 0.6 on
     ),
 )
 

@@ -102,6 +102,17 @@ SIGNATURES = {
         "activation=None, backend='triton', cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, "
         "cp_context=None, **kwargs)",
     ],
+    "fla.ops.rwkv6": [
+        f"{_DISABLED}def chunk_rwkv6(r, k, v, w, u, {_STATES}, cu_seqlens=None, cu_seqlens_cpu=None, **kwargs)",
+        f"def fused_recurrent_rwkv6(r, k, v, w, u, {_STATES}, reverse=False, cu_seqlens=None)",
+    ],
+    "fla.modules.token_shift": [
+        f"{_DISABLED}def token_shift(x, cu_seqlens=None, cache=None, output_cache=False, chunk_indices=None)",
+    ],
+    "fla.modules.rotary.ops": [
+        "def rotary_embedding(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
+        "chunk_indices=None)",
+    ],
 }
 
 
@@ -442,6 +453,68 @@ def test_layers_on_two_ranks() -> None:
     assert {each["decision"] for each in found.reports[0]["decisions"]} == {"halo exchange"}
 
 
+@pytest.mark.parametrize("name", ["chunk_rwkv6", "fused_recurrent_rwkv6"])
+def test_rwkv_on_two_ranks(name: str) -> None:
+    """Token shift and a bonus for each token's own value, as fla.layers.RWKV6Attention has them."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = library("fla.ops.rwkv6." + name)
+            self.shift = library("fla.modules.token_shift.token_shift")
+            self.parts = nn.Linear(6, 4 * 6)
+            self.mix, self.bonus = nn.Parameter(torch.rand(6)), nn.Parameter(torch.rand(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                delta = self.shift(x)
+            else:
+                delta = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1) - x
+            r, k, v, w = self.parts(x + delta * self.mix).unflatten(-1, (4, 2, 3)).unbind(2)
+            w = -torch.exp(w)
+            if torch.compiler.is_compiling():
+                return self.attention(r, k, v, w, self.bonus, scale=0.5)[0].flatten(2)
+            state, rows = x.new_zeros(x.shape[0], 2, 3, 3), []
+            for t in range(x.shape[1]):
+                new = k[:, t, :, :, None] * v[:, t, :, None]
+                rows.append(((state + self.bonus[..., None] * new) * r[:, t, :, :, None]).sum(-2) * 0.5)
+                state = state * w[:, t].exp()[..., None] + new
+            return torch.stack(rows, 1).flatten(2)
+
+    found = assert_equivalent(Layer, lambda: torch.randn(2, 14, 6), world_size=2)
+    assert [region["family"] for region in found.regions] == ["per channel"]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("turned", [4, 6])
+def test_rotary_embedding_on_two_ranks(interleaved: bool, turned: int) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rotate = library("fla.modules.rotary.ops.rotary_embedding")
+            self.inner = nn.Linear(6, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x).unflatten(-1, (2, 6))
+            angles = torch.outer(
+                torch.arange(x.shape[1], dtype=x.dtype), 0.3 ** torch.arange(turned // 2, dtype=x.dtype)
+            )
+            if torch.compiler.is_compiling():
+                return self.rotate(y, angles.cos(), angles.sin(), interleaved)
+            turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+            pairs = y[..., :turned]
+            pairs = (
+                pairs.unflatten(-1, (-1, 2))
+                if interleaved
+                else pairs.unflatten(-1, (2, -1)).transpose(-1, -2)
+            )
+            out = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+            out = out.flatten(-2) if interleaved else out.transpose(-1, -2).flatten(-2)
+            return torch.cat([out, y[..., turned:]], -1)
+
+    assert_equivalent(Layer, lambda: torch.randn(2, 14, 6), world_size=2)
+
+
 # ----- what is refused
 
 REFUSED: dict[str, tuple[str, Callable[[Any, Inputs], Any], str]] = {
@@ -449,6 +522,16 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Inputs], Any], str]] = {
         GLA + "chunk_gla",
         lambda f, x: f(x.q, x.k, x.v, x.g, cu_seqlens=torch.tensor([0, 4, 10])),
         "packed",
+    ),
+    "final state of RWKV": (
+        "fla.ops.rwkv6.chunk_rwkv6",
+        lambda f, x: f(x.q, x.k, x.v, x.g, x.g[0, 0], output_final_state=True)[0],
+        "`output_final_state`",
+    ),
+    "rotary embedding of later rows": (
+        "fla.modules.rotary.ops.rotary_embedding",
+        lambda f, x: f(x.q, x.q[0, :, 0, :2], x.q[0, :, 0, :2], seqlen_offsets=3),
+        "`seqlen_offsets`",
     ),
     "reverse": (GLA + "fused_recurrent_gla", lambda f, x: f(x.q, x.k, x.v, x.g, reverse=True), "`reverse`"),
     "gate of values": (GLA + "fused_recurrent_gla", lambda f, x: f(x.q, x.k, x.v, x.g, x.v), "`gv`"),
