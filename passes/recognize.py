@@ -501,7 +501,12 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
                 each.meta["zeco_fitted"] = True
             g = heads[0] if len(heads) == 1 else ops.call(torch.cat, heads)
         if roles.before is not None:
-            k, v = _one_later(ops, k, wiring.group), _one_later(ops, v, wiring.group)
+            # What is the same at all positions has no row to be moved; one of both has.
+            along = analysis.track.sequence_dims
+            if roles.write_factor is not None or any(map(along, roles.k)):
+                k = _one_later(ops, k, wiring.group)
+            if any(map(along, roles.v)):
+                v = _one_later(ops, v, wiring.group)
             if g is not None and roles.before == "kept":
                 g = _one_later(ops, g, wiring.group) if roles.axes.gate_has_rows else g
             elif g is not None:
