@@ -138,6 +138,8 @@ def _find(
             flat, spec = pytree.tree_flatten((node.args, node.kwargs))
             key = (node.target, repr(spec), tuple(same(leaf) for leaf in flat))
             computes = node.target not in _VIEWS or any(f.computes for f, _ in within)
+            # Some columns of a token are no more than another value of it, but have axes of their own.
+            computes = computes or _elements(node) < max(_elements(f.node) for f, _ in within)
             made = _Family(node, computes, own)
         touched.add(node)
         family = known.setdefault(key, made)

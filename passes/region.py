@@ -120,7 +120,10 @@ def cut_region(
         for source in _sources(node):
             if not isinstance(source.meta.get("val"), torch.Tensor | list | tuple):
                 continue  # a size: computed from the sizes asked for
-            outside = source.op != "call_function" or origin.get(source) is not origin.get(node)
+            # What several ops make alike on their way is one value of the shadow, and none of the user's graph.
+            outside = source.op != "call_function" or (
+                origin.get(source) is not origin.get(node) and _is_held(analysis, source)
+            )
             local = analysis.state(source) is State.LOCAL and not analysis.is_constant(source)
             local = local and not (beyond_sums and source in analysis.from_sums)
             local = local and not _spreads(analysis, source)
