@@ -272,13 +272,17 @@ def _checked(trials: Trials, roles: Roles, sizes: Sequence[Sizes]) -> Match | No
         worst = max(worst, difference)
         scales.append(scale)
         described.append(f"T = {at.length}" + (" (other sizes reduced)" if at.other else ""))
-    try:
-        scale, difference = check(trials, roles, sizes[0], seed=7, extreme=True)
-    except CannotEvaluate:
-        return None
-    if not difference <= allowed:
-        return None  # a limit that ordinary values do not reach: clipped scores, a clamped exponent
-    scales.append(scale)
+    for extreme in (1, 2) if roles.entering else (1,):
+        try:
+            scale, difference = check(trials, roles, sizes[0], seed=7, extreme=extreme)
+        except CannotEvaluate:
+            return None
+        if not difference <= allowed:
+            return None  # a limit that ordinary values do not reach: clipped scores, a clamped exponent
+        if extreme == 1:
+            scales.append(scale)
+        elif not _constant((*scales[-1:], scale), allowed):
+            return None
     factor = None
     if not _constant(scales, allowed):
         lengths = [at.length for at in (*sizes, sizes[0])]
@@ -471,6 +475,8 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             operand_dtype,
             end,
         )
+        for node, entrance in roles.entering:
+            values[node] = ops.call(_ENTERED[entrance.name], values[node])
         q = arrange(ops, roles.axes, Canonical.KEY, roles.q, values)
         k = arrange(ops, roles.axes, Canonical.KEY, roles.k, values)
         v = arrange(ops, roles.axes, Canonical.VALUE, roles.v, values)
@@ -554,6 +560,10 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
         user.replace_input_with(argument, last)
     _erase(analysis, region)
     return _report(analysis, match, number, gate_node, gate_form)
+
+
+_ENTERED = {"exp(z)": torch.exp, "1 / z": torch.reciprocal}
+"""`roles.ENTRANCES` in the user's graph."""
 
 
 def _one_later(ops: GraphOperations, x: fx.Node, group: str) -> fx.Node:
@@ -728,9 +738,12 @@ def _report(
 ) -> RegionReport:
     roles, region = match.roles, match.region
     entries: dict[str, Role] = {}
+    entering = {node: entrance.name for node, entrance in roles.entering}
     for role, nodes in (("q", roles.q), ("k", roles.k), ("v", roles.v)):
         for i, node in enumerate(nodes):
-            entries[role if len(nodes) == 1 else f"{role} (factor {i + 1})"] = _role(analysis, node, "")
+            entries[role if len(nodes) == 1 else f"{role} (factor {i + 1})"] = _role(
+                analysis, node, entering.get(node, "")
+            )
     if gate_node is not None and gate_form is not None:
         entries["g"] = _role(
             analysis, gate_node, "" if gate_form.name == "g" else f"log decay = {gate_form.name}"
