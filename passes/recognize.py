@@ -109,16 +109,18 @@ def recognize(
 
     A running sum is linear attention too (q = k = 1, no decay), but most are a part of something larger, the sums
     of a gate above all. They are taken with `running_sums` only, once all else has been found. Nodes of the user's
-    graph where it is known already that no region ends are passed over: `not_again`. So are those where something
-    else ends that will be made right (softmax attention): `otherwise`.
+    graph where it is known already that no region ends are passed over: `not_again`, unless they are computed from what
+    has been found since, as a second layer is. So are those where something else ends that will be made right (softmax
+    attention): `otherwise`.
     """
     found = Recognition()
+    behind = set[fx.Node]()  # computed from what has been found now
 
     def settle(user_node: fx.Node) -> bool:
         if otherwise(user_node):
             return True
         outputs = [n for n in analysis.escapes(user_node) if _is_exit(analysis, n)]
-        if len(outputs) != 1 or user_node in not_again:
+        if len(outputs) != 1 or (user_node in not_again and outputs[0] not in behind):
             return False
         match, reason = _match(analysis, outputs[0], running_sums)
         if match is None:
@@ -126,11 +128,22 @@ def recognize(
             log.debug("no linear attention ends at %s: %s", user_node, reason)
             return False
         found.matches.append(match)
+        if not_again:
+            _add_following(behind, outputs[0])
         log.info("linear attention (%s) at %s", match.roles.family, user_location(user_node))
         return True
 
     assign_states(analysis, handled, settle)
     return found
+
+
+def _add_following(known: set[fx.Node], node: fx.Node) -> None:
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user not in known:
+                known.add(user)
+                stack.append(user)
 
 
 def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
