@@ -250,9 +250,14 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
     if backwards:
         raise NotLinearAttention(f"positions depend on later ones through {analysis.described(backwards[0])}")
     if any(moved[n] == "own" for n in gates):
-        raise NotLinearAttention(
-            f"the output is no linear function of {analysis.described(gates[0])}, at its own position"
-        )
+        of = analysis.described(gates[0])
+        reason = f"the output is no linear function of {of}, at its own position"
+        if _is_quadratic(probe, values, base, gates[0]):
+            reason += (
+                "; it is one of second degree: where scores are squared, the attention is linear in features of it, "
+                "its products with itself, and is found if the model computes these features of q and k"
+            )
+        raise NotLinearAttention(reason)
     gates.sort(key=lambda n: -len(_atoms(analysis, n)))
     if len(gates) > 2 or (
         len(gates) == 2 and not set(_atoms(analysis, gates[1])) <= set(_atoms(analysis, gates[0]))
@@ -764,6 +769,16 @@ def _is_affine(
         if not bool(bend <= TOLERANCE * size):
             return False
     return True
+
+
+def _is_quadratic(
+    probe: Probe, values: dict[fx.Node, torch.Tensor], base: torch.Tensor, node: fx.Node
+) -> bool:
+    """Third differences vanish."""
+    step = probe.random(node, -0.1, 0.1)
+    at = {i: probe.run({**values, node: values[node] + i * step}) for i in (-2, -1, 1, 2)}
+    bend = (at[2] - 2 * at[1] + 2 * at[-1] - at[-2]).abs().max()
+    return bool(bend <= TOLERANCE * torch.stack([base, *at.values()]).abs().max())
 
 
 def _moves(probe: Probe, values: dict[fx.Node, torch.Tensor], base: torch.Tensor, node: fx.Node) -> str:
