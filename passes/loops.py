@@ -14,6 +14,7 @@ The functions are found in the shadow, where a value is a value and not a variab
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from zeco_compile.passes import torch_private
 from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.checkpoints import inherit
 from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.masked_updates import Expression, Update, computed, find_updates, leaves_of, shown
 from zeco_compile.passes.modes import AS_CALLED, changes_gradient, modes
 from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
 from zeco_compile.passes.schema import argument, is_random, operand, operands
@@ -80,7 +82,7 @@ def lift_steps(analysis: Analysis, decisions: list[Decision]) -> int:
     if not families:
         return 0
     emitter = _Emitter(analysis, families, touched, plain, decisions)
-    moved = emitter.lift() + emitter.sink()
+    moved = emitter.unmask() + emitter.lift() + emitter.sink()
     emitter.sweep()
     return moved
 
@@ -136,6 +138,8 @@ def _find(
             flat, spec = pytree.tree_flatten((node.args, node.kwargs))
             key = (node.target, repr(spec), tuple(same(leaf) for leaf in flat))
             computes = node.target not in _VIEWS or any(f.computes for f, _ in within)
+            # Some columns of a token are no more than another value of it, but have axes of their own.
+            computes = computes or _elements(node) < max(_elements(f.node) for f, _ in within)
             made = _Family(node, computes, own)
         touched.add(node)
         family = known.setdefault(key, made)
@@ -262,11 +266,88 @@ class _Emitter:
         for (user, read), value in self.shadow.reads.items():
             if isinstance(value, fx.Node):
                 self.reads.setdefault(value, []).append((user, read))
+        self.largest = max((_elements(f.node) for f in family_of.values()), default=0)
         self.position = {node: i for i, node in enumerate(self.shadow.graph.nodes)}
         self.held: dict[int, dict[fx.Node, fx.Node]] = {}
         self.wholes: dict[_Family, Any] = {}
         self.made: list[fx.Node] = []
+        self.unmasked: dict[fx.Node, fx.Node] = {}
+        """States that have been written in another way -> the nodes that hold them now."""
         self.fake_mode = torch_private.fake_inputs(analysis.gm, analysis.example_inputs)[0]
+
+    # -------------------------------------------------------------------------------------------- masked updates
+
+    def unmask(self) -> int:
+        """Writes updates of a state that a mask has a say in as a decay and a write (`masked_updates`)."""
+        steps = {
+            n: t for f in dict.fromkeys(self.family_of.values()) for t, ns in f.steps.items() for n in ns
+        }
+        step_of: dict[fx.Node, int] = {}
+        for node in self.shadow.graph.nodes:
+            known = [step_of[source] for source in node.all_input_nodes if source in step_of]
+            if self.analysis.is_constant(node):
+                continue  # zeros like a row of the first token are of no step
+            if node in steps or (known and node in self.touched):
+                step_of[node] = steps.get(node, max(known, default=0))
+
+        def told(node: fx.Node) -> str:
+            if node in self.family_of:
+                return str(id(self.family_of[node]))
+            if _is_factory(self.analysis, node):
+                return f"{node.target}({node.args}, {node.kwargs})"
+            of_step = [source for source in node.all_input_nodes if source in step_of]
+            if node not in step_of or any(step_of[source] != step_of[node] for source in of_step):
+                return str(node)
+            shown = fx.map_arg((node.args, node.kwargs), lambda n: _Told(told(n)))
+            return f"{node.target}{shown}"
+
+        def is_carried(node: fx.Node) -> bool:
+            return node in self.touched and node not in self.family_of and self.plain(node)
+
+        chains = list(find_updates(step_of, is_carried, told, self.analysis.length))
+        written = 0
+        for chain in chains:
+            try:
+                self._rewritten(chain, told)
+            except _Unable as why:
+                log.debug("the update `%s` stays as it is: %s", chain[-1].after, why)
+                continue
+            written += 1
+            self.report(chain[0].after, "written as a decay of the state, and what is added to it")
+        return written
+
+    def _rewritten(self, chain: Sequence[Update], told: Callable[[fx.Node], str]) -> None:
+        """Raises _Unable; what has been rewritten by then computes what it did."""
+        first = self.shadow.origin[chain[0].after]
+        known: dict[str, _Whole] = {}
+        for t, update in enumerate(chain):
+            end = self.shadow.origin[update.after]
+            readers = self.reads.get(update.after, ())
+            if any(read in self.mutable for _, read in readers):
+                raise _Unable(f"`{update.after}` is written to")
+            dtype = update.after.meta["val"].dtype
+            before_all, at = _Place(first, self.order[first] - 1), _Place(end.next, self.order[end])
+            step = _Step(self, t, end, dtype, told, before_all, at, known)
+            floats = [
+                n
+                for x in (update.factor, update.rest)
+                for n in leaves_of(x)
+                if n.meta["val"].is_floating_point()
+            ]
+            if any(n.meta["val"].dtype != dtype for n in floats):
+                raise _Unable("some of its values would be rounded before they meet the state")
+            decay = step.row(update.factor)
+            if decay is None or known[shown(update.factor, told)].fake.dtype != dtype:
+                raise _Unable("its decay is no value of the token")
+            write = None if update.rest is None else step.value(update.rest)
+            state = self.unmasked.get(update.before) or self.outer(update.before, at)
+            new = step.call(aten.mul.Tensor, decay, state)
+            new = new if write is None else step.call(aten.add.Tensor, new, write)
+            new.meta[STANDS_FOR] = op_name(end)
+            for user, read in readers:
+                if self.order[user] > self.order[end]:
+                    user.replace_input_with(read, new)
+            self.unmasked[update.after] = new
 
     # ------------------------------------------------------------------------------------------ before the loop
 
@@ -329,7 +410,8 @@ class _Emitter:
 
     def holders(self, index: int) -> dict[fx.Node, fx.Node]:
         if index not in self.held:
-            self.held[index] = self.shadow.holders(self.order, index)
+            held = self.shadow.holders(self.order, index)
+            self.held[index] = {value: self.unmasked.get(value, holder) for value, holder in held.items()}
         return self.held[index]
 
     def outer(self, node: fx.Node, at: _Place) -> fx.Node:
@@ -359,6 +441,13 @@ class _Emitter:
             args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
+        return self.for_all_tokens(function, {n: given[n] for n in names}, self.shadow.origin[node], at)
+
+    def for_all_tokens(
+        self, function: Callable[..., Any], given: dict[fx.Node, _Whole | fx.Node], like: fx.Node, at: _Place
+    ) -> _Whole:
+        """A function of one token's values, of which those in all tokens, or the one of all steps, are `given`."""
+        names = list(given)
         wholes = [each if isinstance(each, _Whole) else None for each in map(given.__getitem__, names)]
         fakes = [n.meta["val"] if w is None else w.fake for n, w in zip(names, wholes, strict=True)]
         dims = tuple(None if w is None else 0 for w in wholes)
@@ -367,7 +456,6 @@ class _Emitter:
         env: dict[fx.Node, Any] = {}
         waiting = iter(names)
         result, fake = None, None
-        like = self.shadow.origin[node]
         with self.graph.inserting_before(at.before):
             for each in traced.graph.nodes:
                 if each.op == "placeholder":
@@ -383,7 +471,7 @@ class _Emitter:
                     result = fx.map_arg(each.args[0], env.__getitem__)
                     fake = fx.map_arg(each.args[0], lambda n: n.meta["val"])
                 else:
-                    raise _Unable(f"`{node.target}` needs a constant")
+                    raise _Unable(f"`{like}` needs a constant")
         return _Whole(result, fake)
 
     def call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -433,7 +521,8 @@ class _Emitter:
                 cuts.append(_Cut(list(links), list(open_.values())))
 
     def _behind_readouts(self, steps: list[fx.Node], held: dict[fx.Node, fx.Node]) -> _Cut | None:
-        """A place behind several values that were read out of states: a numerator and its denominator."""
+        """A place behind several values that were read out of states, or are states that are no larger than a token: a
+        numerator and its denominator."""
         links: list[fx.Node] = []
         open_, read_out = {steps[0]: steps}, []
         while open_:
@@ -441,10 +530,12 @@ class _Emitter:
             source = values[0]
             while source.target in _VIEWS and isinstance(source.args[0], fx.Node):
                 source = source.args[0]
-            if self._reads_out(source) and all(each in held for each in values):
+            carried = self._carried(values)
+            whole = self._reads_out(source) or (carried and _elements(values[0]) <= self.largest)
+            if whole and all(each in held for each in values):
                 read_out.append(values)
                 continue
-            operands_ = None if self._carried(values) else self._operands(values)
+            operands_ = None if carried else self._operands(values)
             if operands_ is None or any(open_.get(each[0], each) != each for each in operands_):
                 return None
             links.append(values[0])
@@ -500,9 +591,8 @@ class _Emitter:
     def _cut(self, cuts: list[_Cut], held: dict[fx.Node, fx.Node]) -> _Cut:
         """Where to cut, so that what is put together is what has been read out of the state, or the state itself
         where it is no larger than a token; and has a name of its own: behind what is one op to the user."""
-        largest = max((_elements(f.node) for f in self.family_of.values()), default=0)
         read = [i for i, cut in enumerate(cuts) if self._reads_out(cut.values[0][0])]
-        small = [i for i, cut in enumerate(cuts) if _elements(cut.values[0][0]) <= largest]
+        small = [i for i, cut in enumerate(cuts) if _elements(cut.values[0][0]) <= self.largest]
         at = (read or small or [0])[-1]
         while at and any(each not in held for each in cuts[at].values[0]):
             at -= 1
@@ -582,6 +672,118 @@ class _Emitter:
                 str(user_node), op_name(user_node), "moved out of the loop", user_location(user_node), what
             )
         )
+
+
+# ----------------------------------------------------------------------------------------------- masked updates
+
+
+class _Told(str):
+    """Without quotes, among the arguments of an op."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Emits the expressions of step `t`. What is a function of the token alone is computed for all tokens, in front of
+    the loop, and is `known` to all steps."""
+
+    emitter: _Emitter
+    t: int
+    end: fx.Node
+    """The user's node that computes the state after the step."""
+    dtype: torch.dtype
+    told: Callable[[fx.Node], str]
+    before_all: _Place
+    at: _Place
+    known: dict[str, _Whole]
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        with self.emitter.graph.inserting_before(self.at.before):
+            return self.emitter.call(self.end, target, *args)
+
+    def row(self, expression: Expression) -> fx.Node | None:
+        """The row of the expression for all tokens; None if it is more than what a token has. Raises _Unable."""
+        emitter, key = self.emitter, shown(expression, self.told)
+        if key not in self.known:
+            values = leaves_of(expression)
+            of_token = [emitter.family_of[n] for n in values if n in emitter.family_of]
+            others = [n for n in values if n not in emitter.family_of]
+            if not of_token or not emitter.touched.isdisjoint(others):
+                return None
+
+            def function(*given: torch.Tensor) -> Any:
+                return computed(expression, dict(zip(values, given, strict=True)), self.dtype)
+
+            sizes = torch.broadcast_shapes(*(n.meta["val"].shape for n in values))
+            if math.prod(sizes) > max(family.own for family in of_token):
+                return None
+            given = {n: emitter.leaf(n, self.before_all) for n in values}
+            like = self.before_all.before
+            self.known[key] = emitter.for_all_tokens(function, given, like, self.before_all)
+        return self.call(aten.select.int, self.known[key].value, 0, self.t)
+
+    def value(self, expression: Expression) -> Any:
+        """Raises _Unable."""
+        if not isinstance(expression, fx.Node | tuple):
+            return expression
+        if isinstance(expression, fx.Node):
+            held = self.emitter.holders(self.at.index).get(expression)
+            if held is not None:
+                return held
+        if (row := self.row(expression)) is not None:
+            return row
+        if isinstance(expression, fx.Node):
+            raise _Unable(f"`{expression}` has been overwritten by then")
+        op, *operands = expression
+        if op is torch.where:
+            condition, one, other = operands
+            kept = [] if _is_zero(one) else [self.masked(condition, one)]
+            kept += [] if _is_zero(other) else [self.masked((torch.logical_not, condition), other)]
+            return kept[0] if len(kept) == 1 else self.call(aten.add.Tensor, *kept)
+        if op not in _AS_ATEN:
+            raise _Unable(f"`{op.__name__}` makes more of a token than it has")
+        given = [self.value(each) for each in operands]
+        if not isinstance(given[0], fx.Node):
+            if op not in (operator.add, operator.mul):
+                raise _Unable(f"a number is what `{op.__name__}` begins with")
+            given.reverse()
+        return self.call(_AS_ATEN[op], *given)
+
+    def masked(self, mask: Expression, expression: Expression) -> Any:
+        """What is written where the mask says so, else zeros: a mask of the factors of a product, none of which would
+        keep what is not a number in the other from the state. Raises _Unable."""
+        if (row := self.row((torch.where, mask, expression, 0))) is not None:
+            return row
+        op, operands = None, []
+        if isinstance(expression, tuple):
+            op, *operands = expression
+            op = _AS_ATEN.get(op)
+        elif isinstance(expression, fx.Node) and expression in self.emitter.touched:
+            while expression.target in _VIEWS and _same_shape(expression, operand(expression, 0)):
+                expression = operand(expression, 0)
+            op, operands = expression.target, list(expression.args)
+        if op not in (aten.mul.Tensor, aten.bmm.default, aten.add.Tensor) or len(operands) != 2:
+            raise _Unable(f"a mask of what `{expression}` writes is none of its factors")
+        return self.call(op, *(self.masked(mask, each) for each in operands))
+
+
+_AS_ATEN: dict[Any, Any] = {
+    operator.add: aten.add.Tensor,
+    operator.mul: aten.mul.Tensor,
+    operator.truediv: aten.div.Tensor,
+}
+
+
+def _is_zero(expression: Expression) -> bool:
+    return not isinstance(expression, fx.Node | tuple) and bool(expression == 0)
+
+
+def _same_shape(one: fx.Node, other: fx.Node) -> bool:
+    return bool(one.meta["val"].shape == other.meta["val"].shape)
 
 
 # ------------------------------------------------------------------------------------------------------ outputs

@@ -109,16 +109,18 @@ def recognize(
 
     A running sum is linear attention too (q = k = 1, no decay), but most are a part of something larger, the sums
     of a gate above all. They are taken with `running_sums` only, once all else has been found. Nodes of the user's
-    graph where it is known already that no region ends are passed over: `not_again`. So are those where something
-    else ends that will be made right (softmax attention): `otherwise`.
+    graph where it is known already that no region ends are passed over: `not_again`, unless they are computed from what
+    has been found since, as a second layer is. So are those where something else ends that will be made right (softmax
+    attention): `otherwise`.
     """
     found = Recognition()
+    behind = set[fx.Node]()  # computed from what has been found now
 
     def settle(user_node: fx.Node) -> bool:
         if otherwise(user_node):
             return True
         outputs = [n for n in analysis.escapes(user_node) if _is_exit(analysis, n)]
-        if len(outputs) != 1 or user_node in not_again:
+        if len(outputs) != 1 or (user_node in not_again and outputs[0] not in behind):
             return False
         match, reason = _match(analysis, outputs[0], running_sums)
         if match is None:
@@ -126,11 +128,22 @@ def recognize(
             log.debug("no linear attention ends at %s: %s", user_node, reason)
             return False
         found.matches.append(match)
+        if not_again:
+            _add_following(behind, outputs[0])
         log.info("linear attention (%s) at %s", match.roles.family, user_location(user_node))
         return True
 
     assign_states(analysis, handled, settle)
     return found
+
+
+def _add_following(known: set[fx.Node], node: fx.Node) -> None:
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user not in known:
+                known.add(user)
+                stack.append(user)
 
 
 def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
@@ -272,13 +285,17 @@ def _checked(trials: Trials, roles: Roles, sizes: Sequence[Sizes]) -> Match | No
         worst = max(worst, difference)
         scales.append(scale)
         described.append(f"T = {at.length}" + (" (other sizes reduced)" if at.other else ""))
-    try:
-        scale, difference = check(trials, roles, sizes[0], seed=7, extreme=True)
-    except CannotEvaluate:
-        return None
-    if not difference <= allowed:
-        return None  # a limit that ordinary values do not reach: clipped scores, a clamped exponent
-    scales.append(scale)
+    for extreme in (1, 2) if roles.entering else (1,):
+        try:
+            scale, difference = check(trials, roles, sizes[0], seed=7, extreme=extreme)
+        except CannotEvaluate:
+            return None
+        if not difference <= allowed:
+            return None  # a limit that ordinary values do not reach: clipped scores, a clamped exponent
+        if extreme == 1:
+            scales.append(scale)
+        elif not _constant((*scales[-1:], scale), allowed):
+            return None
     factor = None
     if not _constant(scales, allowed):
         lengths = [at.length for at in (*sizes, sizes[0])]
@@ -471,6 +488,8 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             operand_dtype,
             end,
         )
+        for node, entrance in roles.entering:
+            values[node] = ops.call(_ENTERED[entrance.name], values[node])
         q = arrange(ops, roles.axes, Canonical.KEY, roles.q, values)
         k = arrange(ops, roles.axes, Canonical.KEY, roles.k, values)
         v = arrange(ops, roles.axes, Canonical.VALUE, roles.v, values)
@@ -501,7 +520,12 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
                 each.meta["zeco_fitted"] = True
             g = heads[0] if len(heads) == 1 else ops.call(torch.cat, heads)
         if roles.before is not None:
-            k, v = _one_later(ops, k, wiring.group), _one_later(ops, v, wiring.group)
+            # What is the same at all positions has no row to be moved; one of both has.
+            along = analysis.track.sequence_dims
+            if roles.write_factor is not None or any(map(along, roles.k)):
+                k = _one_later(ops, k, wiring.group)
+            if any(map(along, roles.v)):
+                v = _one_later(ops, v, wiring.group)
             if g is not None and roles.before == "kept":
                 g = _one_later(ops, g, wiring.group) if roles.axes.gate_has_rows else g
             elif g is not None:
@@ -549,6 +573,10 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
         user.replace_input_with(argument, last)
     _erase(analysis, region)
     return _report(analysis, match, number, gate_node, gate_form)
+
+
+_ENTERED = {"exp(z)": torch.exp, "1 / z": torch.reciprocal}
+"""`roles.ENTRANCES` in the user's graph."""
 
 
 def _one_later(ops: GraphOperations, x: fx.Node, group: str) -> fx.Node:
@@ -723,9 +751,12 @@ def _report(
 ) -> RegionReport:
     roles, region = match.roles, match.region
     entries: dict[str, Role] = {}
+    entering = {node: entrance.name for node, entrance in roles.entering}
     for role, nodes in (("q", roles.q), ("k", roles.k), ("v", roles.v)):
         for i, node in enumerate(nodes):
-            entries[role if len(nodes) == 1 else f"{role} (factor {i + 1})"] = _role(analysis, node, "")
+            entries[role if len(nodes) == 1 else f"{role} (factor {i + 1})"] = _role(
+                analysis, node, entering.get(node, "")
+            )
     if gate_node is not None and gate_form is not None:
         entries["g"] = _role(
             analysis, gate_node, "" if gate_form.name == "g" else f"log decay = {gate_form.name}"

@@ -56,8 +56,8 @@ class Region:
     """Their placeholders in the shadow graph; not among `inputs`."""
 
     initial_state: fx.Node | None = None
-    """Where the region makes zeros for a state that it carries from step to step; with `final_state`, its value
-    after the last step, the region can be run piece by piece."""
+    """Where the region makes zeros for a state that it carries from step to step, or the input that it begins with;
+    with `final_state`, its value after the last step, the region can be run piece by piece."""
     final_state: fx.Node | None = None
 
     carries: tuple[Carry, ...] = ()
@@ -120,7 +120,10 @@ def cut_region(
         for source in _sources(node):
             if not isinstance(source.meta.get("val"), torch.Tensor | list | tuple):
                 continue  # a size: computed from the sizes asked for
-            outside = source.op != "call_function" or origin.get(source) is not origin.get(node)
+            # What several ops make alike on their way is one value of the shadow, and none of the user's graph.
+            outside = source.op != "call_function" or (
+                origin.get(source) is not origin.get(node) and _is_held(analysis, source)
+            )
             local = analysis.state(source) is State.LOCAL and not analysis.is_constant(source)
             local = local and not (beyond_sums and source in analysis.from_sums)
             local = local and not _spreads(analysis, source)
@@ -329,15 +332,22 @@ def _is_zeros(node: fx.Node) -> bool:
     return node.target in _ZEROS or (node.target is aten.full.default and bool(node.args[1] == 0))
 
 
+def _makes_zeros(node: fx.Node) -> bool:
+    return node.target is not aten.clone.default and _is_zeros(node)
+
+
 def carrying(region: Region, analysis: Analysis) -> Iterator[Region]:
     """The region with each way to read it as a loop that carries a state.
 
     The state is made of zeros, without a sequence axis; what it has become after the last step is one of the last
-    values with the same axes that were computed from it. Which one, a run of two pieces will tell.
+    values with the same axes that were computed from it. Which one, a run of two pieces will tell. It may also begin
+    with an input, of which nothing need be known unless somebody else reads what it has become.
     """
     track = analysis.track
-    for node in region.interior:
-        if node.target is aten.clone.default or not _is_zeros(node) or track.sequence_dims(node):
+    inside = set(region.interior)
+    for node in (*region.interior, *region.inputs):
+        given = node in region.inputs
+        if track.sequence_dims(node) or not (given or _makes_zeros(node)):
             continue
         if not node.meta["val"].dtype.is_floating_point:
             continue
@@ -352,6 +362,8 @@ def carrying(region: Region, analysis: Analysis) -> Iterator[Region]:
                     isinstance(value, torch.Tensor)
                     and value.dim() == len(dims)
                     and other is not region.output
+                    and not _is_its_operand(other)
+                    and not (given and inside.issuperset(other.users))
                     and [track.axes.flat(d) for d in track.dims(other)] == dims
                 ):
                     alike.append(other)
@@ -360,6 +372,15 @@ def carrying(region: Region, analysis: Analysis) -> Iterator[Region]:
 
 
 _LAST_VALUES = 6
+
+
+def _is_its_operand(node: fx.Node) -> bool:
+    """A value in the shape it has already, as a matmul makes of its operands: under that name nobody else reads it."""
+    copies = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+    if node.target not in (*copies, aten.clone.default):
+        return False
+    sizes, others = shape(node), shape(operand(node, 0))
+    return len(sizes) == len(others) and all(map(same_size, sizes, others))
 
 
 # --------------------------------------------------------------------------------------------------- evaluation
@@ -468,7 +489,7 @@ def evaluate(region: Region, values: Mapping[fx.Node, torch.Tensor], sizes: Size
     outputs = []
     for piece in range(pieces):
         part = {n: _rows(analysis, n, v, piece * step, step) for n, v in values.items()}
-        env = _run(region, part, local, carried)
+        env = _run(region, {**part, **carried}, local, carried)
         outputs.append(env[region.output])
         if region.initial_state is not None and region.final_state is not None:
             carried = {region.initial_state: env[region.final_state]}

@@ -96,6 +96,26 @@ WRITE_FACTORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 (HGRN, minGRU, a moving average), or what keeps the state's variance (RG-LRU)."""
 
 
+@dataclass(frozen=True)
+class Entrance:
+    """A function of an input, in whose value the region is linear: an input gate in an exponent, a normaliser that is
+    divided by. It is drawn between `low` and `high`, with any sign if `signed`; the far ranges are tried as well."""
+
+    name: str
+    of: Callable[[torch.Tensor], torch.Tensor]
+    inverse: Callable[[torch.Tensor], torch.Tensor]
+    low: float
+    high: float
+    far: tuple[tuple[float, float], tuple[float, float]]
+    signed: bool = False
+
+
+ENTRANCES = (
+    Entrance("exp(z)", torch.exp, torch.log, -1.0, 1.0, ((150.0, 200.0), (-200.0, -150.0))),
+    Entrance("1 / z", torch.reciprocal, torch.reciprocal, 0.4, 2.0, ((1e4, 1e5), (1e-9, 1e-8)), signed=True),
+)
+
+
 BEFORE = ("kept", "decayed")
 """In which state a position may find what was written before it: see `Roles`."""
 
@@ -134,7 +154,7 @@ class Roles:
     region that has no gate but forgets, one for each head. `before` says that a position reads the state before its
     own write (a strict mask): "decayed" by its own gate already, or "kept" as the position before has left it. What
     each position reads is multiplied by `rows`. With a `second_gate` the decay is the product of both. `own` is added
-    to what is read.
+    to what is read. Of the inputs in `entering` q, k or v have a function.
     """
 
     q: tuple[fx.Node, ...]
@@ -152,6 +172,12 @@ class Roles:
     second_gate: fx.Node | None = None
     second_form: GateForm | None = None
     own: OwnTerm | None = None
+    entering: tuple[tuple[fx.Node, Entrance], ...] = ()
+
+    def entered(self, values: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+        """The values with the functions of those that are in `entering`."""
+        functions = {node: entrance.of for node, entrance in self.entering}
+        return {node: functions[node](x) if node in functions else x for node, x in values.items()}
 
     @property
     def gates(self) -> tuple[tuple[fx.Node, GateForm], ...]:
@@ -215,16 +241,23 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
 
     readers = [n for n in region.inputs if n in affine and along[n] and moved[n] == "own"]
     writers = [n for n in region.inputs if n in affine and along[n] and moved[n] == "later"]
-    gates = [n for n in region.inputs if n not in affine]
+    entering = _find_entering(probe, values, base, moved, writers) if len(affine) < len(region.inputs) else {}
+    readers += [n for n in entering if moved[n] == "own"]
+    gates = [n for n in region.inputs if n not in affine and n not in entering]
     # What does not matter (the decay of a state of zeros) is random in the checks, too.
     whole = [n for n in region.inputs if n in affine and not along[n] and moved[n] != "none"]
     backwards = [n for n in region.inputs if moved[n] == "earlier"]
     if backwards:
         raise NotLinearAttention(f"positions depend on later ones through {analysis.described(backwards[0])}")
     if any(moved[n] == "own" for n in gates):
-        raise NotLinearAttention(
-            f"the output is no linear function of {analysis.described(gates[0])}, at its own position"
-        )
+        of = analysis.described(gates[0])
+        reason = f"the output is no linear function of {of}, at its own position"
+        if _is_quadratic(probe, values, base, gates[0]):
+            reason += (
+                "; it is one of second degree: where scores are squared, the attention is linear in features of it, "
+                "its products with itself, and is found if the model computes these features of q and k"
+            )
+        raise NotLinearAttention(reason)
     gates.sort(key=lambda n: -len(_atoms(analysis, n)))
     if len(gates) > 2 or (
         len(gates) == 2 and not set(_atoms(analysis, gates[1])) <= set(_atoms(analysis, gates[0]))
@@ -242,6 +275,7 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
         own, rest_of = _find_own_term(probe, values, base, readers, writers, whole)
     beside = own.beside if own is not None else ()
     readers, whole = ([n for n in nodes if n not in beside] for nodes in (readers, whole))
+    written = [n for n in region.inputs if n in writers or (n in entering and moved[n] == "later")]
     reads_before = in_rows and not _moves_row(probe, rest_of, values, writers, 0, 0.0)
     reads_kept = in_rows and bool(gates) and _reads_undecayed(probe, values, writers, gates[0])
     output_atoms = _atoms(analysis, region.output)
@@ -254,17 +288,17 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
         # A factor that is the same at every position may stand on either side; it goes with q.
         q = tuple(readers + [n for n in factors if not set(value_atoms) & set(_atoms(analysis, n))])
         v = tuple(
-            [n for n in writers if set(value_atoms) & set(_atoms(analysis, n))]
+            [n for n in written if set(value_atoms) & set(_atoms(analysis, n))]
             + [n for n in factors if set(value_atoms) & set(_atoms(analysis, n))]
         )
-        k = tuple(n for n in writers if n not in v)
+        k = tuple(n for n in written if n not in v)
         axes = CanonicalAxes.find(analysis, region.output, q, k, v, gates[0] if gates else None, value_atoms)
         if axes is None or (own is not None and not own.fits(axes)):
             continue
         state = candidate_states[0] if candidate_states else None
         if state is not None and not axes.covers(Canonical.STATE, state):
             continue
-        roles = Roles(q, k, v, None, None, state, axes, own=own)
+        roles = Roles(q, k, v, None, None, state, axes, own=own, entering=tuple(entering.items()))
         if len(gates) == 2:
             for form, second in _PAIRS_OF_FORMS:
                 if not reads_before:
@@ -295,6 +329,42 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
             yield replace(roles, constant=by_rows)
         if own is None:
             yield replace(own_write, constant=later)
+
+
+def _find_entering(
+    probe: Probe,
+    values: dict[fx.Node, torch.Tensor],
+    base: torch.Tensor,
+    moved: Mapping[fx.Node, str],
+    writers: Sequence[fx.Node],
+) -> dict[fx.Node, Entrance]:
+    """The inputs of which the region is linear in a function, as far as that is one of `ENTRANCES`. Those that later
+    positions see of are seen through what their own position writes, and not otherwise, as a gate is."""
+    found: dict[fx.Node, Entrance] = {}
+    if not row_dims(probe.analysis, probe.region.output):
+        return found
+    for node, how in moved.items():
+        if how not in ("own", "later") or not probe.analysis.track.sequence_dims(node):
+            continue
+        if _is_affine(probe, values, base, node):
+            continue
+        if how == "later":
+            unwritten = _with_row(probe, values, writers, 1, 0.0)
+            difference = probe.run(_with_row(probe, unwritten, [node], 1, 0.83)) - probe.run(unwritten)
+            if not writers or not bool((difference.abs() <= TOLERANCE * base.abs().max()).all()):
+                continue
+        for entrance in ENTRANCES:
+            u = entrance.of(values[node])
+
+            def through(
+                values: dict[fx.Node, torch.Tensor], node: fx.Node = node, by: Entrance = entrance
+            ) -> Any:
+                return probe.run({**values, node: by.inverse(values[node])})
+
+            if _is_affine(probe, {**values, node: u}, base, node, through):
+                found[node] = entrance
+                break
+    return found
 
 
 def _find_own_term(
@@ -471,11 +541,12 @@ class Trials:
         self._made: dict[tuple[object, ...], tuple[dict[fx.Node, torch.Tensor], torch.Tensor]] = {}
 
     def at(
-        self, roles: Roles, sizes: Sizes, seed: int, *, extreme: bool = False
+        self, roles: Roles, sizes: Sizes, seed: int, *, extreme: int = 0
     ) -> tuple[dict[fx.Node, torch.Tensor], torch.Tensor]:
         """Values of the inputs, and the region's output for them."""
         gates = tuple((node, form.name) for node, form in roles.gates)
-        key = (sizes.length, frozenset(sizes.other.items()), seed, gates, extreme)
+        entering = tuple((node, entrance.name) for node, entrance in roles.entering)
+        key = (sizes.length, frozenset(sizes.other.items()), seed, gates, entering, extreme)
         if key not in self._made:
             probe = Probe(self.region, self.analysis, sizes, seed)
             values = _drawn(probe, roles, extreme=extreme)
@@ -483,14 +554,13 @@ class Trials:
         return self._made[key]
 
 
-def check(
-    trials: Trials, roles: Roles, sizes: Sizes, seed: int, *, extreme: bool = False
-) -> tuple[float, float]:
+def check(trials: Trials, roles: Roles, sizes: Sizes, seed: int, *, extreme: int = 0) -> tuple[float, float]:
     """(scale, relative difference) of the region against the recurrence on random values.
 
     The scale is what the region's output is of the recurrence's; the difference is what remains after it.
     With `extreme` the values are large and the decay is strong, to get beyond limits that ordinary values do not
-    touch: scores or states that are clipped, exponents that are clamped, small decays that are dropped.
+    touch: scores or states that are clipped, exponents that are clamped, small decays that are dropped. Where a
+    function of an input enters, with 1 in the one of its far ranges, with 2 in the other.
     """
     sizes = _with_own_heads(roles, sizes)
     values, found = trials.at(roles, sizes, seed, extreme=extreme)
@@ -518,13 +588,17 @@ def _with_own_heads(roles: Roles, sizes: Sizes) -> Sizes:
     return Sizes(sizes.analysis, sizes.length, kept)
 
 
-def _drawn(probe: Probe, roles: Roles, *, extreme: bool = False) -> dict[fx.Node, torch.Tensor]:
+def _drawn(probe: Probe, roles: Roles, *, extreme: int = 0) -> dict[fx.Node, torch.Tensor]:
     """Random values of the region's inputs, of the gate such as its form allows."""
     size = _LARGE if extreme else 1.0
     values = {node: probe.normal(node) * size for node in probe.region.inputs}
     for gate, form in roles.gates:
         low, high = sorted((form.weakest, form.strongest)) if extreme else (form.low, form.high)
         values[gate] = probe.random(gate, low, high)
+    for node, entrance in roles.entering:
+        low, high = entrance.far[extreme - 1] if extreme else (entrance.low, entrance.high)
+        sign = probe.normal(node).sign() if entrance.signed else 1.0
+        values[node] = probe.random(node, low, high) * sign
     return values
 
 
@@ -560,6 +634,7 @@ def recurrence_of(roles: Roles, values: dict[fx.Node, torch.Tensor], sizes: Size
 def own_term_of(roles: Roles, values: dict[fx.Node, torch.Tensor], sizes: Sizes) -> torch.Tensor:
     """The own term without its weight, in the shape of the region's output."""
     assert roles.own is not None
+    values = roles.entered(values)
     of_keys, others = roles.own.arranged(TensorOperations(sizes), roles.axes, values)
     term = others if of_keys is None else of_keys.sum(-1, keepdim=True) * others
     return from_canonical_value(roles.axes, term, sizes)
@@ -602,7 +677,7 @@ def row_factor(trials: Trials, roles: Roles, sizes: Sizes, seed: int) -> RowFact
 def _recurrence(
     roles: Roles, values: dict[fx.Node, torch.Tensor], sizes: Sizes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    axes = roles.axes
+    axes, values = roles.axes, roles.entered(values)
     g = None
     k = canonical_value(axes, Canonical.KEY, roles.k, values, sizes)
     if roles.constant is not None:
@@ -676,17 +751,34 @@ def _is_calm(x: torch.Tensor) -> bool:
     return sizes.numel() == 0 or bool(sizes.max() <= 1e5 * sizes.median())
 
 
-def _is_affine(probe: Probe, values: dict[fx.Node, torch.Tensor], base: torch.Tensor, node: fx.Node) -> bool:
+def _is_affine(
+    probe: Probe,
+    values: dict[fx.Node, torch.Tensor],
+    base: torch.Tensor,
+    node: fx.Node,
+    run: _Run | None = None,
+) -> bool:
     """Second differences vanish, in two directions of different length."""
+    run = run or probe.run
     for length in (0.11, 0.29):
         step = probe.random(node, -length, length)
-        up = probe.run({**values, node: values[node] + step})
-        down = probe.run({**values, node: values[node] - step})
+        up = run({**values, node: values[node] + step})
+        down = run({**values, node: values[node] - step})
         bend = (up + down - 2 * base).abs().max()
         size = torch.stack([up.abs().max(), down.abs().max(), base.abs().max()]).max()
         if not bool(bend <= TOLERANCE * size):
             return False
     return True
+
+
+def _is_quadratic(
+    probe: Probe, values: dict[fx.Node, torch.Tensor], base: torch.Tensor, node: fx.Node
+) -> bool:
+    """Third differences vanish."""
+    step = probe.random(node, -0.1, 0.1)
+    at = {i: probe.run({**values, node: values[node] + i * step}) for i in (-2, -1, 1, 2)}
+    bend = (at[2] - 2 * at[1] + 2 * at[-1] - at[-2]).abs().max()
+    return bool(bend <= TOLERANCE * torch.stack([base, *at.values()]).abs().max())
 
 
 def _moves(probe: Probe, values: dict[fx.Node, torch.Tensor], base: torch.Tensor, node: fx.Node) -> str:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"refused": r"near_coupled_normaliser\.py"}
+EXPECTED = {"families": ["per head and token", "per head and token"]}
 LOCAL_LENGTHS = (4,)
 
 

@@ -1,0 +1,27 @@
+"""Reads out with a matmul and returns the state after the last token too: the matmul has its operand under a name of
+its own."""
+
+import torch
+from torch import nn
+
+EXPECTED = {"families": ["per head and token"]}
+LOCAL_LENGTHS = (5,)
+
+
+class Model(nn.Module):
+    def forward(self, q, k, v, g):
+        S = torch.zeros(q.shape[0], 4, 4, dtype=q.dtype)
+        out = []
+        for t in range(q.shape[1]):
+            S = torch.exp(g[:, t])[:, None, None] * S + k[:, t].unsqueeze(2) * v[:, t].unsqueeze(1)
+            out.append((q[:, t].unsqueeze(1) @ S)[:, 0])
+        return torch.stack(out, 1), S
+
+
+def make_model():
+    return Model()
+
+
+def make_inputs(batch, length, dtype):
+    q, k, v = (torch.randn(batch, length, 4, dtype=dtype) for _ in range(3))
+    return q, k, v, -0.2 * torch.rand(batch, length, dtype=dtype)

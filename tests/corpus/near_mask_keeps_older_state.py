@@ -1,0 +1,27 @@
+"""Where the mask says so the state of two steps before comes back."""
+
+import torch
+from torch import nn
+
+EXPECTED = {"refused": r"near_mask_keeps_older_state\.py"}
+LOCAL_LENGTHS = (5,)
+
+
+class Model(nn.Module):
+    def forward(self, x, mask):
+        a, h = x.sigmoid(), torch.zeros_like(x[:, 0])
+        out, older = [], h
+        for t in range(x.shape[1]):
+            new = a[:, t] * h + x[:, t]
+            h, older = torch.where(mask[:, t, None], new, older), h
+            out.append(h)
+        return torch.stack(out, 1)
+
+
+def make_model():
+    return Model()
+
+
+def make_inputs(batch, length, dtype):
+    mask = torch.arange(length)[None] < torch.tensor([[length], [length - 3]])
+    return torch.randn(batch, length, 4, dtype=dtype), mask
