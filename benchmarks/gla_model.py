@@ -3,14 +3,16 @@
     torchrun --nproc-per-node 2 benchmarks/gla_model.py --out out/gla_model
     torchrun --nproc-per-node 2 benchmarks/gla_model.py --heads 4 --key 256 --value 512     the published head layout
     torchrun --nproc-per-node 2 benchmarks/gla_model.py --checkpoint --tokens 131072        activations made again
+    torchrun --nproc-per-node 2 benchmarks/gla_model.py --schedules all_scan --trace        one step's timeline
     torchrun --nproc-per-node 2 benchmarks/gla_model.py --device cpu --layers 2 --width 64 --heads 4 --key 16 \\
         --value 16 --tokens 128 --vocabulary 256
     python benchmarks/gla_model.py --plot FILE.json --out FOLDER    draws FOLDER/gla_model.png from results
 
 Data parallel means: each rank trains on a sequence of its own, compiled by plain Inductor; the bound that sharding is
 measured against. Forward, loss, backward, no gradient exchange and no optimizer, which are the same for both. Writes
-tokens a second and GPU, the time to compile and the peak memory of each to results.json and results.md. Compiled in
-the order of --schedules: what comes first also pays for what PyTorch loads once.
+tokens a second and GPU, the time to compile and the peak memory of each to results.json and results.md; with --trace
+also a picture of one step of the last schedule, timeline.svg, with the share of All-Scan that nothing hides. Compiled
+in the order of --schedules: what comes first also pays for what PyTorch loads once.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ from timing import slowest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zeco_compile import gated_linear_attention
+from zeco_compile import gated_linear_attention, timeline
 
 
 class Layer(nn.Module):
@@ -93,6 +96,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--checkpoint", action="store_true", help="make each layer's activations again")
+    parser.add_argument("--trace", action="store_true", help="draw a step's timeline")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--schedules", nargs="+", default=["data parallel", "all_scan", "lasp2"])
     arguments = parser.parse_args()
@@ -118,9 +122,16 @@ def main() -> None:
     tokens, labels = (
         torch.randint(arguments.vocabulary, (1, arguments.tokens), device=device) for _ in range(2)
     )
-    rows = [measure(model, tokens, labels, schedule, arguments.rounds) for schedule in arguments.schedules]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    last = arguments.schedules[-1]
+    rows = [
+        measure(
+            model, tokens, labels, schedule, arguments.rounds,
+            arguments.out if arguments.trace and schedule == last else None,
+        )
+        for schedule in arguments.schedules
+    ]  # fmt: skip
     if dist.get_rank() == 0:
-        arguments.out.mkdir(parents=True, exist_ok=True)
         names = ("tokens", "layers", "width", "heads", "key", "value", "checkpoint")
         found = {
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
@@ -136,7 +147,9 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def measure(model: nn.Module, tokens: Tensor, labels: Tensor, schedule: str, rounds: int) -> dict[str, Any]:
+def measure(
+    model: nn.Module, tokens: Tensor, labels: Tensor, schedule: str, rounds: int, trace: Path | None = None
+) -> dict[str, Any]:
     torch._dynamo.reset()
     if schedule == "data parallel":
         compiled = torch.compile(model, fullgraph=True)
@@ -163,6 +176,8 @@ def measure(model: nn.Module, tokens: Tensor, labels: Tensor, schedule: str, rou
         begin = time.perf_counter()
         step()
         times.append(time.perf_counter() - begin)
+    if trace is not None:
+        draw_step(step, trace)
     low, middle, high = statistics.quantiles(slowest(times, tokens.device), n=4)
     row = {"schedule": schedule, "step_s": middle, "step_s_low": low, "step_s_high": high, "compile_s": compile_s,
            "tokens_a_second": tokens.shape[1] / middle,
@@ -170,6 +185,18 @@ def measure(model: nn.Module, tokens: Tensor, labels: Tensor, schedule: str, rou
     if dist.get_rank() == 0:
         print(row, flush=True)
     return row
+
+
+def draw_step(step: Callable[[], None], folder: Path) -> None:
+    """One step of every rank as a picture, and the times in it as JSON."""
+    traces = [folder / f"trace{rank}.json.gz" for rank in range(dist.get_world_size())]
+    dist.barrier()
+    with torch.profiler.profile() as profile:
+        step()
+    profile.export_chrome_trace(str(traces[dist.get_rank()]))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        timeline.main([*map(str, traces), "--out", str(folder / "timeline.svg")])
 
 
 def markdown(found: dict[str, Any]) -> str:
