@@ -153,10 +153,11 @@ class _Replay:
             return made in inside
         if not isinstance(made, list | tuple):
             return False
-        picked = all(
-            user.target is operator.getitem and isinstance(user.args[1], int) for user in self.user_node.users
-        )
-        return picked and all(each in inside for each in made)
+        for user in self.user_node.users:
+            place = user.args[1] if user.target is operator.getitem else None
+            if not isinstance(place, int) or made[place] not in inside:
+                return False
+        return True
 
     # ------------------------------------------------------------------------------------------- into the graph
 
