@@ -327,7 +327,10 @@ def _is_first(analysis: Analysis, node: fx.Node) -> bool | None:
         if not one or not is_local(analysis, source):
             return None
         index = argument(node, "index")
-        return index == 0 if index in (0, -1) else _is_first_at_whole_length(analysis, node, index, size)
+        other = analysis.at_whole_length(node) if analysis.at_whole_length is not None else None
+        if other is None:
+            return index == 0 if index in (0, -1) else None
+        return _is_first_at_whole_length(node, other)
     if not one:
         count = shape(node if node.target is aten.slice.Tensor else operand(node, 1))[dim]
         if not isinstance(count, int) or analysis.track.number(argument(node, "step", 1)) != 1:
@@ -342,16 +345,19 @@ def _is_first(analysis: Analysis, node: fx.Node) -> bool | None:
     return False if isinstance(behind, int) else None
 
 
-def _is_first_at_whole_length(analysis: Analysis, node: fx.Node, index: int, size: int) -> bool | None:
-    other = analysis.at_whole_length(node) if analysis.at_whole_length is not None else None
-    if other is None or other.target is not node.target:
-        return None
-    there, dim = argument(other, "index"), argument(other, "dim")
-    whole = shape(operand(other, 0))[dim]
-    if not isinstance(there, int) or not isinstance(whole, int) or whole == size:
-        return None
-    from_start, from_end = index % size == there % whole, size - index % size == whole - there % whole
-    return from_start if from_start or from_end else None
+def _is_first_at_whole_length(node: fx.Node, other: fx.Node) -> bool | None:
+    """From which end the rows that `node` and, of the whole sequence, `other` take are the same; None if from neither:
+    `x[:, T // 8]` takes the first of a short one."""
+    found = []
+    for each in (node, other):
+        index, size = argument(each, "index"), shape(operand(each, 0))[argument(each, "dim")]
+        if not isinstance(index, int) or not isinstance(size, int):
+            return None
+        found.append((index % size, size - index % size))
+    (start, end), (whole_start, whole_end) = found
+    if start == whole_start:
+        return True
+    return False if end == whole_end else None
 
 
 def _is_taken_from(output: fx.Node, node: fx.Node) -> bool:
