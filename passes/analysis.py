@@ -25,7 +25,7 @@ from zeco_compile.passes.axis_rules import track_axes, track_region
 from zeco_compile.passes.inputs import GraphInput, graph_inputs, local_length
 from zeco_compile.passes.locations import expression, source_expression
 from zeco_compile.passes.report import op_name
-from zeco_compile.passes.schema import argument, operand
+from zeco_compile.passes.schema import argument, is_random, operand
 from zeco_compile.passes.shadow import Shadow, build_shadow, merge_alike
 from zeco_compile.passes.sizes import Size, facts_of, size_of
 from zeco_compile.passes.tracking import Action, Tracking
@@ -63,7 +63,20 @@ class Analysis:
             or self.is_pair(node)
             or self.is_misaligned(node)
             or self.is_table_lookup(node)
+            or self.is_drawn_for_all(node)
         )
+
+    def is_drawn_for_all(self, node: fx.Node) -> bool:
+        """Random numbers that are of no position: they have to be the same on all ranks, whose generators differ."""
+        value = node.meta.get("val")
+        if not is_random(node) or self.track.stepwise(node):
+            return False
+        dims: Any = self.track.dims(node)
+        made = [*zip(value, dims, strict=True)] if isinstance(value, list | tuple) else [(value, dims)]
+        alike = [
+            not any(self.track.axes.is_sequence(dim) for dim in each) for x, each in made if _has_elements(x)
+        ]
+        return bool(alike) and all(alike)
 
     def is_table_lookup(self, node: fx.Node) -> bool:
         """A slice of something whole whose result runs along the sequence: one row for each position."""
@@ -209,6 +222,10 @@ def _note_sums(analysis: Analysis, group: list[fx.Node]) -> None:
         is_sum = bool(kinds) and kinds <= {"reduce", "contract"} and not analysis.track.sequence_dims(node)
         if is_sum or any(source in analysis.from_sums for source in node.all_input_nodes):
             analysis.from_sums.add(node)
+
+
+def _has_elements(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not any(size_of(size) == 0 for size in value.shape)
 
 
 _aten = torch.ops.aten

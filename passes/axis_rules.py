@@ -77,6 +77,7 @@ def _dim_list(dim: Any, rank: int) -> list[int]:
 )
 @rule(*_ops("softplus", "leaky_relu", "elu", "threshold", "log_sigmoid_forward", "view_of", "contiguous"))
 @rule(*_ops("prelu", "_prelu_kernel", "mish", "hardswish", "hardsigmoid", "celu", "glu_jvp", "fill", "pow"))
+@rule(*_ops("floor_divide", "rsub", "isclose"))
 @rule(*_ops("bitwise_and", "bitwise_or", "logical_and", "logical_or", "logical_not", "isnan", "isfinite"))
 def pointwise(track: Tracking, node: fx.Node) -> None:
     dims = track.broadcast([track.dims(n) for n in tensors(node)])

@@ -43,7 +43,7 @@ VALUES = frozenset(
         "lambd",
     }
 )
-_SIZES = frozenset(
+SIZES = frozenset(
     {
         "size", "shape", "start", "end", "length", "step", "split_size", "split_sizes", "repeats", "sections",
         "pad", "normalized_shape", "index", "dim", "N", "C", "HxW", "n", "m", "left", "right", "diagonal", "sizes",
@@ -163,7 +163,7 @@ def globalise_length(analysis: Analysis, world_size: int, decisions: list[Decisi
             continue
         # a number that the model returns is a value
         uses = {"value"} if user_node.op == "output" else uses_of_length(analysis, user_node)
-        if not uses or uses <= _SIZES:
+        if not uses or uses <= SIZES:
             continue
         if not uses <= VALUES:
             raise LengthInValue(
@@ -249,20 +249,34 @@ def global_number(node: fx.Node, symbols: set[Any], world_size: int, made: dict[
                 fx.map_arg(node.args, lambda n: mapping.get(n, n)),
                 fx.map_arg(node.kwargs, lambda n: mapping.get(n, n)),
             )
-    else:  # the length itself, as an input or read off a tensor
-        expression = node.meta["example_value"].node.expr
-        if not expression.is_Symbol:
+    else:  # the length itself or a multiple of it, as an input or read off a tensor
+        constant = affine_constant(node.meta["example_value"], symbols)
+        if constant is None:
             raise LengthInValue(
-                str(expression),
+                str(node.meta["example_value"].node.expr),
                 location=user_location(node),
                 why="it is computed from the length in a way that is not followed.",
             )
         place = node if node.op != "placeholder" else _last_placeholder(node.graph)
         with node.graph.inserting_after(place):
             new = node.graph.call_function(operator.mul, (node, world_size))
+        if constant:  # `x[:, 1:].numel()`: of n + c that of the whole sequence is W n + c
+            new.meta["zeco_settled"] = True
+            with node.graph.inserting_after(new):
+                new = node.graph.call_function(operator.sub, (new, (world_size - 1) * constant))
     new.meta["zeco_settled"] = True
     made[node] = new
     return new
+
+
+def affine_constant(value: Any, symbols: set[Any]) -> int | None:
+    """c, if a symbolic number is a multiple of the length's symbol, plus c; None if it is anything else."""
+    expression = value.node.expr
+    if len(symbols) != 1 or not expression.is_polynomial(*symbols):
+        return None
+    polynomial = sympy.Poly(expression, *symbols)
+    constant = polynomial.coeff_monomial(1)
+    return int(constant) if polynomial.degree() == 1 and constant.is_Integer else None
 
 
 def _latest(nodes: Sequence[fx.Node]) -> fx.Node:

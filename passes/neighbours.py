@@ -14,6 +14,7 @@ from zeco_compile.passes.plans import (
     Emit,
     Plan,
     Ranks,
+    bytes_of,
     call_arguments,
     current,
     halo_exchanges,
@@ -35,11 +36,23 @@ zeco = torch.ops.zeco
 def convolution(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     if user_node.target not in (torch.conv1d, torch.conv2d, torch.conv3d, *_CONV_FUNCTIONS):
         return None
-    mixing = [n for n in mixing_nodes(analysis, user_node) if n.target is aten.convolution.default]
-    if len(mixing) != 1 or len(mixing_nodes(analysis, user_node)) != 1:
+    mixing = mixing_nodes(analysis, user_node)
+    if not 1 <= len(mixing) <= 2 or mixing[-1].target is not aten.convolution.default:
         return None
-    (node,) = mixing
+    *before, node = mixing
     source = operand(node, 0)
+    uneven = 0  # by how much the padding behind is more than that in front
+    if before:  # padding="same" with an even kernel
+        (pad,) = before
+        if pad.target is not aten.constant_pad_nd.default or source is not pad:
+            return None
+        source, (_, uneven, *others) = operand(pad, 0), argument(pad, "pad")
+        if (
+            argument(pad, "pad")[0] != 0
+            or any(others)
+            or row_dim(analysis, source) != source.meta["val"].dim() - 1
+        ):
+            return None
     dim = row_dim(analysis, source)
     result = single_output(analysis, user_node)
     if result is None or dim is None or dim < 2 or argument(node, "transposed"):
@@ -52,13 +65,13 @@ def convolution(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     reach = (operand(node, 1).meta["val"].shape[2 + spatial] - 1) * dilation
     if kinds(analysis, node) - {"convolve", "window"}:
         return None
-    crop_right = padding > 0 and _cropped_right(analysis, node, padding)
+    crop_right = padding > 0 and not uneven and _cropped_right(analysis, node, padding)
 
     def apply(ranks: Ranks) -> None:
         given = call_arguments(user_node, _CONV_NAMES)
-        if padding:
+        if padding or uneven:
             emit = Emit(user_node, after=False)
-            right = 0 if crop_right else padding
+            right = 0 if crop_right else padding + uneven
             rows = emit.call(zeco.halo.default, given["input"], dim, padding, right, 0.0, ranks.group)
             if crop_right:  # rows that are cut off again: whatever they hold
                 amounts = [0] * (2 * (source.meta["val"].dim() - dim))
@@ -75,7 +88,7 @@ def convolution(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         "halo exchange",
         f"convolution over {reach + 1} rows; {padding} from the neighbour",
         apply,
-        halo_exchanges(analysis, source, dim, padding, 0 if crop_right else padding),
+        halo_exchanges(analysis, source, dim, padding, 0 if crop_right else padding + uneven),
     )
 
 
@@ -99,6 +112,26 @@ def _cropped_right(analysis: Analysis, node: fx.Node, amount: int) -> bool:
         if not isinstance(behind, int) or behind < amount:
             return False
     return bool(node.users)
+
+
+def windows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    """`x.unfold(1, n, 1)`: every window of the rows that are there, those that padding has got from the neighbour
+    included."""
+    mixing = mixing_nodes(analysis, user_node)
+    if len(mixing) != 1 or mixing[0].target is not aten.unfold.default:
+        return None
+    (node,) = mixing
+    source = operand(node, 0)
+    if (
+        kinds(analysis, node) != {"window"}
+        or argument(node, "step") != 1
+        or row_dim(analysis, source) is None
+    ):
+        return None
+    if analysis.state(source) is State.MIXED or single_output(analysis, user_node) is not node:
+        return None
+    size = argument(node, "size")
+    return Plan("position-local", f"windows of {size} rows of the slice", lambda ranks: settle(user_node))
 
 
 def padding(analysis: Analysis, user_node: fx.Node) -> Plan | None:
@@ -202,6 +235,104 @@ def _shifted(user_node: fx.Node, edge: int, dim: int, count: int, holder: fx.Nod
         substitute(user_node, new)
 
     return apply
+
+
+def rolled(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    """`x.roll(n, 1)`: the neighbour's rows, and at one end of the sequence those of the other end."""
+    mixing = mixing_nodes(analysis, user_node)
+    if len(mixing) != 1 or mixing[0].target is not aten.roll.default:
+        return None
+    (node,) = mixing
+    source = operand(node, 0)
+    shifts, dims = argument(node, "shifts"), argument(node, "dims", [])
+    dim, rank = row_dim(analysis, source), source.meta["val"].dim()
+    if single_output(analysis, user_node) is not node or analysis.state(source) is not State.LOCAL:
+        return None
+    if dim is None or not analysis.track.axes.is_whole_sequence(analysis.track.dims(source)[dim]):
+        return None
+    if len(dims) != 1 or dims[0] % rank != dim or not isinstance(shifts[0], int):
+        return None
+    read = user_node.args[0] if user_node.args else None
+    count, forwards = abs(shifts[0]), shifts[0] > 0
+    if not isinstance(read, fx.Node) or analysis.shadow.reads.get((user_node, read)) is not source:
+        return None
+    if not 0 < count <= analysis.real_length:
+        return None
+
+    def apply(ranks: Ranks) -> None:
+        emit = Emit(user_node, after=False)
+        read: Any = user_node.args[0]  # as it is by then
+        far, last = (ranks.world_size - 1, 0) if forwards else (0, ranks.world_size - 1)
+        start = emit.call(operator.sub, emit.call(aten.sym_size.int, read, dim), count) if forwards else 0
+        # narrow, unlike a slice, raises where another call's slices have fewer rows
+        edge = emit.call(aten.narrow.default, read, dim, start, count)
+        edge = emit.call(zeco.from_rank.default, edge, far, ranks.group)
+        rows = emit.call(
+            zeco.halo.default, read, dim, *((count, 0) if forwards else (0, count)), 0.0, ranks.group
+        )
+        near = emit.call(aten.slice.Tensor, rows, dim, *((0, count) if forwards else (-count, _END)))
+        here = emit.call(zeco.at_rank.default, read, last, ranks.group)
+        end = emit.call(torch.where, here, edge, near)
+        rest = emit.call(aten.slice.Tensor, read, dim, *((0, -count) if forwards else (count, _END)))
+        substitute(user_node, emit.call(torch.cat, [end, rest] if forwards else [rest, end], dim))
+
+    sent = halo_exchanges(analysis, source, dim, *((count, 0) if forwards else (0, count)))
+    return Plan(
+        "halo exchange",
+        f"rows rolled by {count}, those of one end of the sequence to the other",
+        apply,
+        (*sent, ("among all ranks", bytes_of(analysis, source, dim, count))),
+    )
+
+
+_END = 2**63 - 1
+
+
+def differences(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    """`torch.diff(x, dim=1, prepend=first)`: from each row the one before it (the shadow has it so, too)."""
+    mixing = mixing_nodes(analysis, user_node)
+    if user_node.target is not torch.diff or len(mixing) != 1 or mixing[0].target is not aten.cat.default:
+        return None
+    (node,) = mixing
+    output, dim = single_output(analysis, user_node), row_dim(analysis, node)
+    given = call_arguments(user_node, _DIFF_NAMES)
+    if (
+        output is None
+        or output.target is not aten.sub.Tensor
+        or operand(output, 1) is not node
+        or dim is None
+    ):
+        return None
+    source = analysis.shadow.reads.get((user_node, given["input"]))
+    edge = analysis.shadow.reads.get((user_node, given["prepend"]))
+    if not isinstance(source, fx.Node) or not isinstance(edge, fx.Node):
+        return None
+    if any(analysis.state(each) is not State.LOCAL for each in (source, edge)):
+        return None
+    if operands(node)[0] is not edge or analysis.track.sequence_dims(edge):
+        return None
+    if analysis.track.sequence_dims(source) != [dim]:
+        return None
+
+    def apply(ranks: Ranks) -> None:
+        emit = Emit(user_node, after=False)
+        given = call_arguments(user_node, _DIFF_NAMES)  # as they are by then
+        read, first = given["input"], given["prepend"]
+        rows = emit.call(zeco.halo.default, read, dim, 1, 0, 0.0, ranks.group)
+        here = emit.call(zeco.at_rank.default, read, 0, ranks.group)
+        before = emit.call(torch.where, here, first, emit.call(aten.slice.Tensor, rows, dim, 0, 1))
+        before = emit.call(torch.cat, [before, emit.call(aten.slice.Tensor, read, dim, 0, -1)], dim)
+        substitute(user_node, emit.call(torch.sub, read, before))
+
+    return Plan(
+        "halo exchange",
+        "differences of each row and the one before",
+        apply,
+        halo_exchanges(analysis, source, dim, 1, 0),
+    )
+
+
+_DIFF_NAMES = ("input", "n", "dim", "prepend", "append")
 
 
 def written_shifted(analysis: Analysis, user_node: fx.Node) -> Plan | None:

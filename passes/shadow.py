@@ -132,6 +132,8 @@ class _Recorder(fx.Interpreter):
         if target is torch.nn.functional.linear and not kwargs and _folds_ambiguously(args[:1]):
             product = einsum_by_axes("...i,oi->...o", list(args[:2]))
             return product if len(args) < 3 or args[2] is None else product + args[2]
+        if target is torch.diff and (shifted := _difference_to_row_before(*args, **kwargs)) is not None:
+            return shifted
         if target in _MATMUL and not kwargs and _folds_ambiguously(args):
             return einsum_by_axes("...ij,...jk->...ik", list(args))
         operator_ = torch.ops.zeco.gated_linear_attention
@@ -192,6 +194,22 @@ def _attention_by_its_parts(
 
 _EINSUM = (torch.functional.einsum, torch.einsum)
 _MATMUL = (torch.matmul, operator.matmul)
+
+
+def _difference_to_row_before(
+    x: torch.Tensor,
+    n: int = 1,
+    dim: int = -1,
+    prepend: torch.Tensor | None = None,
+    append: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """`torch.diff` with one row put in front, as x without x shifted by a row: PyTorch's own way has a row more on the
+    way, and which rows of that are whose is not seen. None for other uses of it."""
+    if n != 1 or prepend is None or append is not None or x.dtype is torch.bool:
+        return None
+    if prepend.dim() != x.dim() or prepend.dtype != x.dtype or prepend.shape[dim] != 1:
+        return None
+    return x - torch.cat([prepend, x.narrow(dim, 0, x.shape[dim] - 1)], dim)
 
 
 def _folds_ambiguously(operands: Sequence[torch.Tensor]) -> bool:

@@ -30,14 +30,15 @@ Fallback = Callable[[Analysis, fx.Node], Plan | None]
 def will_be_handled(analysis: Analysis) -> Callable[[fx.Node], bool]:
     """Whether `shard` will make a node right: what recognition may take as given.
 
-    A single token is left out: a loop over the sequence consists of such reads.
+    With a constant length a single token is left out: a loop over the sequence consists of such reads.
     """
+    loops = isinstance(analysis.length, int)
 
     def handled(user_node: fx.Node) -> bool:
         if settled(user_node):
             return True
         found = plan(analysis, user_node)
-        return found is not None and found.decision != "from owner"
+        return found is not None and not (loops and found.decision in ("from owner", "at owner"))
 
     return handled
 

@@ -9,7 +9,9 @@ is MIXED; it looks at what the node's ATen ops do along the sequence.
     convolution, padding, shift      the neighbour's rows (halo)
     arange, sums of whole numbers    the rank's offset
     rows of a table by position      the rank's rows
-    first or last token              from the rank that has it
+    first or last rows               from the rank that has them
+    random values of no position     those of the first rank
+    softmax, variance, norm, maximum over all ranks (composites.py)
 """
 
 from __future__ import annotations
@@ -21,13 +23,23 @@ import sympy
 import torch
 from torch import fx
 
-from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis
+from zeco_compile.passes.composites import composite
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.length import depends_on, global_number
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.losses import cross_entropy
-from zeco_compile.passes.neighbours import concatenation, convolution, padding, written_shifted
+from zeco_compile.passes.neighbours import (
+    concatenation,
+    convolution,
+    differences,
+    padding,
+    rolled,
+    windows,
+    written_shifted,
+)
 from zeco_compile.passes.plans import (
+    VIEWS,
     Emit,
     Plan,
     Ranks,
@@ -43,6 +55,7 @@ from zeco_compile.passes.plans import (
 )
 from zeco_compile.passes.report import op_name
 from zeco_compile.passes.schema import argument, operand, shape
+from zeco_compile.passes.statistics import normalisation
 
 aten = torch.ops.aten
 zeco = torch.ops.zeco
@@ -168,7 +181,8 @@ def _positions(analysis: Analysis, user_node: fx.Node) -> Plan | None:
 
 
 def _counts(analysis: Analysis, user_node: fx.Node) -> Plan | None:
-    """`mask.cumsum(1)`: running sums of whole numbers, which have no gradient. Those of the earlier ranks are added."""
+    """`mask.cumsum(1)`: running sums of whole numbers or constants, which have no gradient. Those of the earlier ranks
+    are added."""
     mixing = mixing_nodes(analysis, user_node)
     if len(mixing) != 1 or mixing[0].target is not aten.cumsum.default or user_node in analysis.shadow.writes:
         return None
@@ -177,7 +191,9 @@ def _counts(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     exact = not any(
         value.dtype.is_floating_point or value.dtype.is_complex for value in (source.meta["val"], made)
     )
-    if not exact or single_output(analysis, user_node) is not node or not is_local(analysis, source):
+    if not (exact or analysis.is_constant(source)):
+        return None
+    if single_output(analysis, user_node) is not node or not is_local(analysis, source):
         return None
     dim = argument(node, "dim") % made.dim()
     if analysis.track.sequence_dims(node) != [dim] or row_dim(analysis, node) != dim:
@@ -196,14 +212,14 @@ def _counts(analysis: Analysis, user_node: fx.Node) -> Plan | None:
 
     return Plan(
         "offset",
-        "running sums of whole numbers, from those of the earlier ranks on",
+        "running sums of numbers without a gradient, from those of the earlier ranks on",
         apply,
         (("among all ranks", bytes_of(analysis, node, dim)),),
     )
 
 
 def _table_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
-    """`table[:T]`, rows of something that every rank holds, read as one row per position."""
+    """`table[:T]`, rows of something that every rank holds, read as one row per position; perhaps from some row on."""
     lookups = mixing_nodes(analysis, user_node)
     if len(lookups) != 1 or not analysis.is_table_lookup(lookups[0]):
         return None
@@ -211,12 +227,15 @@ def _table_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     table = operand(node, 0)
     if analysis.length == 1:
         return None  # table[:T] and table[:1] look alike, and mean different rows
-    if user_node.target is not operator.getitem or not isinstance(user_node.args[0], fx.Node):
+    if user_node.target not in (operator.getitem, torch.narrow, "narrow"):
+        return None
+    if not user_node.args or not isinstance(user_node.args[0], fx.Node):
         return None
     if analysis.shadow.reads.get((user_node, user_node.args[0])) is not table:
         return None
     dim = argument(node, "dim", 0) % table.meta["val"].dim()
-    if argument(node, "start", 0) not in (0, None) or argument(node, "step", 1) != 1:
+    first = argument(node, "start", 0) or 0
+    if not isinstance(first, int) or first < 0 or argument(node, "step", 1) != 1:
         return None
     if not analysis.track.axes.is_whole_sequence(analysis.track.dims(node)[dim]):
         return None  # a row for each position of a chunk
@@ -224,13 +243,13 @@ def _table_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     def apply(ranks: Ranks) -> None:
         emit = Emit(user_node, after=False)
         source = operand(user_node, 0)
-        whole, rows = analysis.real_length * ranks.world_size, shape(table)[dim]
+        whole, rows = analysis.real_length * ranks.world_size + first, shape(table)[dim]
         if isinstance(rows, int) and rows < whole:
             raise UnsupportedOp(
                 op_name(user_node),
                 location=user_location(user_node),
-                why=f"it takes a row for each position of a table that has {rows} rows, and the whole sequence has "
-                f"{whole} tokens.",
+                why=f"it takes a row for each position of a table that has {rows} rows"
+                f"{f', from row {first} on' if first else ''}, and the whole sequence has {whole - first} tokens.",
                 hints=["make the table as long as the longest sequence, or the sequence shorter"],
                 node=str(user_node),
             )
@@ -238,10 +257,11 @@ def _table_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         offset = emit.call(operator.mul, length, ranks.rank)
         # All rows of the sequence first: so every rank has the same guard, and compiles anew when the others do.
         # narrow, unlike a slice, raises where the table has too few.
-        everyones = emit.call(
-            aten.narrow.default, source, dim, 0, emit.call(operator.mul, length, ranks.world_size)
-        )
-        mine = emit.call(aten.narrow.default, everyones, dim, offset, length)
+        count, total = length, emit.call(operator.mul, length, ranks.world_size)
+        if first:  # which the user's own call leaves out
+            count, total = (emit.call(operator.add, each, first) for each in (count, total))
+        everyones = emit.call(aten.narrow.default, source, dim, 0, total)
+        mine = emit.call(aten.narrow.default, everyones, dim, offset, count)
         user_node.replace_input_with(source, mine)
         settle(user_node)
 
@@ -258,22 +278,24 @@ def _length_source(analysis: Analysis) -> tuple[fx.Node, int]:
 # ------------------------------------------------------------------------------------------------ single positions
 
 
-def _single_token(analysis: Analysis, user_node: fx.Node) -> Plan | None:
-    """`x[:, 0]` and `x[:, -1]`: any other number may be a step of a loop over the slice."""
+def _rows_of_all(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    """`x[:, 0]`, `x[:, -1]`, `x[:, :2]`, `x[:, T - 3 :]`: one row or a few at an end of the sequence."""
     mixing = mixing_nodes(analysis, user_node)
-    if len(mixing) != 1 or mixing[0].target is not aten.select.int:
+    if len(mixing) != 1 or mixing[0].target not in (aten.select.int, aten.slice.Tensor):
         return None
     (node,) = mixing
-    output = single_output(analysis, user_node)
-    if (
-        output is None
-        or not is_local(analysis, operand(node, 0))
-        or row_dim(analysis, operand(node, 0)) is None
-    ):
+    output, source = single_output(analysis, user_node), operand(node, 0)
+    if output is None or row_dim(analysis, source) is None or not _is_taken_from(output, node):
         return None
-    if analysis.length == 1 or argument(node, "index") not in (0, -1):
+    if analysis.track.sequence_dims(output) or analysis.length == 1:
         return None
-    first = argument(node, "index") == 0
+    if node.target is aten.slice.Tensor and kinds(analysis, node) != {"rows"}:
+        return None
+    if node.users and all(user.target in SHAPED_LIKE for user in node.users):
+        return Plan("position-local", "read for its shape alone", lambda ranks: settle(user_node))
+    first = _is_first(analysis, node)
+    if first is None:
+        return None
 
     def apply(ranks: Ranks) -> None:
         emit = Emit(user_node, after=True)
@@ -282,9 +304,141 @@ def _single_token(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         replace_value(user_node, new, [new])
         settle(user_node)
 
+    rows = "token" if node.target is aten.select.int else "rows"
     return Plan(
         "from owner",
-        f"the {'first' if first else 'last'} token, from the rank that has it",
+        f"the {'first' if first else 'last'} {rows}, from the rank that has {'it' if rows == 'token' else 'them'}",
+        apply,
+        (("among all ranks", bytes_of(analysis, output)),),
+    )
+
+
+def _is_first(analysis: Analysis, node: fx.Node) -> bool | None:
+    """Whether a number of rows that does not depend on the length is counted from the first one or from the last one;
+    None if from neither. The trace holds for slices that have these rows.
+
+    With a constant length any number but 0 and -1 may be a step of a loop over the slice, or have been computed from
+    the length: the trace of the whole sequence shows it, and is another program where there is such a loop.
+    """
+    source, dim = operand(node, 0), argument(node, "dim", 0) % operand(node, 0).meta["val"].dim()
+    size = shape(source)[dim]
+    one = node.target in (aten.select.int, aten.select_scatter.default)
+    if isinstance(analysis.length, int):
+        if not one or not is_local(analysis, source):
+            return None
+        index = argument(node, "index")
+        other = analysis.at_whole_length(node) if analysis.at_whole_length is not None else None
+        if other is None:
+            return index == 0 if index in (0, -1) else None
+        return _is_first_at_whole_length(node, other)
+    if not one:
+        count = shape(node if node.target is aten.slice.Tensor else operand(node, 1))[dim]
+        if not isinstance(count, int) or analysis.track.number(argument(node, "step", 1)) != 1:
+            return None
+        before, behind = analysis.track.cut(node, size, count)
+    else:
+        index = analysis.track.number(argument(node, "index"))
+        before = index + size if isinstance(index, int) and index < 0 else index
+        behind = analysis.track.axes.facts.simplify(sympy.sympify(size) - before)
+    if isinstance(before, int):
+        return True
+    return False if isinstance(behind, int) else None
+
+
+def _is_first_at_whole_length(node: fx.Node, other: fx.Node) -> bool | None:
+    """From which end the rows that `node` and, of the whole sequence, `other` take are the same; None if from neither:
+    `x[:, T // 8]` takes the first of a short one."""
+    found = []
+    for each in (node, other):
+        index, size = argument(each, "index"), shape(operand(each, 0))[argument(each, "dim")]
+        if not isinstance(index, int) or not isinstance(size, int):
+            return None
+        found.append((index % size, size - index % size))
+    (start, end), (whole_start, whole_end) = found
+    if start == whole_start:
+        return True
+    return False if end == whole_end else None
+
+
+def _is_taken_from(output: fx.Node, node: fx.Node) -> bool:
+    """What a call returned is a part of these rows, and nothing was done to it."""
+    while output is not node:
+        if output.target not in (*VIEWS, aten.slice.Tensor, aten.select.int):
+            return False
+        output = operand(output, 0)
+    return True
+
+
+def _written_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    """`y[:, 0] = 0`, `y[:, -2:] = v`: rows at an end of the sequence are written where they are."""
+    if user_node.target is not operator.setitem or not isinstance(user_node.args[0], fx.Node):
+        return None
+    mixing = mixing_nodes(analysis, user_node)
+    if not mixing or mixing[-1].target not in (aten.select_scatter.default, aten.slice_scatter.default):
+        return None
+    *reads, node = mixing
+    if kinds(analysis, node) != {"scatter"} or analysis.length == 1:
+        return None
+    into, rows = operand(node, 0), operand(node, 1)
+    read = (aten.select.int, aten.slice.Tensor)
+    if any(n.target not in read or through_views(operand(n, 0)) is not through_views(into) for n in reads):
+        return None
+    dim = argument(node, "dim", 0) % into.meta["val"].dim()
+    whole = analysis.track.axes.is_whole_sequence(analysis.track.dims(into)[dim])
+    if not whole or not is_local(analysis, into) or analysis.track.sequence_dims(rows):
+        return None
+    first = _is_first(analysis, node)
+    value = user_node.args[2]
+    if first is None or (isinstance(value, fx.Node) and not analysis.shadow.tensors_read(user_node, value)):
+        return None
+
+    def apply(ranks: Ranks) -> None:
+        emit = Emit(user_node, after=False)
+        target, index, value = user_node.args  # as they are by then
+        old = emit.call(operator.getitem, target, index)
+        dtype = into.meta["val"].dtype
+        new = (
+            emit.call(aten.to.dtype, value, dtype)
+            if isinstance(value, fx.Node)
+            else emit.call(torch.full_like, old, value)
+        )
+        here = emit.call(zeco.at_rank.default, old, 0 if first else ranks.world_size - 1, ranks.group)
+        user_node.args = (target, index, emit.call(torch.where, here, new, old))
+        settle(user_node)
+
+    return Plan(
+        "at owner", f"the {'first' if first else 'last'} row(s) are written by the rank that has them", apply
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- chance
+
+
+def _drawn_for_all(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    """`torch.rand(B, 1, 1)`, dropout of a pooled vector: random values that are of no position. The ranks' generators
+    may stand at different numbers, so that of the first rank is everybody's; so is its mask, in the backward, too."""
+    mixing = mixing_nodes(analysis, user_node)
+    output = single_output(analysis, user_node)
+    if not mixing or not all(map(analysis.is_drawn_for_all, mixing)) or output is None:
+        return None
+    if analysis.track.sequence_dims(output):
+        return None
+    written = analysis.shadow.writes.get(user_node, frozenset())
+    if not written <= analysis.shadow.memory.get(user_node, frozenset()):
+        return None
+
+    def apply(ranks: Ranks) -> None:
+        emit = Emit(user_node, after=True)
+        new = emit.call(zeco.from_rank.default, user_node, 0, ranks.group)
+        if written:  # whoever holds the memory that was drawn into
+            emit.call(aten.copy_.default, user_node, new)
+        else:
+            replace_value(user_node, new, [new])
+        settle(user_node)
+
+    return Plan(
+        "same on all ranks",
+        "random values that are of no position: those of the first rank",
         apply,
         (("among all ranks", bytes_of(analysis, output)),),
     )
@@ -298,8 +452,15 @@ _RULES: tuple[Callable[[Analysis, fx.Node], Plan | None], ...] = (
     padding,
     concatenation,
     written_shifted,
+    windows,
+    rolled,
+    differences,
     _positions,
     _counts,
     _table_rows,
-    _single_token,
+    _rows_of_all,
+    _written_rows,
+    _drawn_for_all,
+    normalisation,
+    composite,
 )

@@ -164,6 +164,10 @@ class Tracking:
             # One token per rank: `table[:T]` and `table[:1]` look alike, so the row may be the sequence's.
             one = same_size(size_out, 1) and same_size(self.axes.length, 1)
             return (Atom(1, "slice"),) if one else self.axes.fresh(size_out, "slice")
+        if isinstance(size_out, int) and size_out > 0 and not isinstance(self.axes.length, int):
+            # The first or the last few, whatever the length: of the whole sequence these are, and of no slice.
+            self.act(node, dim, "rows")
+            return self.axes.fresh(size_out, "rows")
         self.act(node, dim, "slice")
         left, right = window
         before, behind = self.cut(node, size_in, size_out)

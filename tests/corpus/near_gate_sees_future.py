@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"refused": r"near_gate_sees_future\.py"}
+EXPECTED = {"refused": r"near_gate_sees_future\.py", "or_equal": True}
 LOCAL_LENGTHS = (5,)
 
 

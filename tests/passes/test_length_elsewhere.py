@@ -51,6 +51,11 @@ def _into_a_buffer(m, x, T):
     return x * 2
 
 
+def _by_length_into_a_buffer(m, x, T):
+    m.table[: T // 4] = x.detach()[0, : T // 4]
+    return x * 2
+
+
 ELSEWHERE: dict[str, Use] = {
     "a row": lambda m, x, T: x * m.a[T // 4],
     "rows": lambda m, x, T: x + m.a[: T // 4].sum(0),
@@ -64,7 +69,11 @@ ELSEWHERE: dict[str, Use] = {
     "in a checkpoint": lambda m, x, T: checkpoint(lambda y: y + m.a[y.shape[1] // 4], x, use_reentrant=False),
     "a row beside a loop": lambda m, x, T: _loop(m, x) * m.a[T // 4],
     "rows beside a loop": lambda m, x, T: _loop(m, x) + m.a[: T // 4].sum(0),
-} | {f.__name__.strip("_").replace("_", " "): f for f in (_written, _copied, _into_a_buffer)}
+    "rows written beside a loop": lambda m, x, T: _loop(m, x) * _written(m, x, T),
+    "rows copied beside a loop": lambda m, x, T: _loop(m, x) * _copied(m, x, T),
+    "rows into a buffer beside a loop": lambda m, x, T: _loop(m, x) * _into_a_buffer(m, x, T),
+    "rows by the length into a buffer": _by_length_into_a_buffer,
+}
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
@@ -82,7 +91,7 @@ FINE: dict[str, Use] = {
     "a table cut to the length": lambda m, x, T: x + m.table[:T],
     "constant rows beside a loop": lambda m, x, T: _loop(m, x) * m.a[3] + m.a[:2].sum(0),
     "a constant feature": lambda m, x, T: x * x[..., 1:2],
-}
+} | {f.__name__.strip("_").replace("_", " "): f for f in (_written, _copied, _into_a_buffer)}
 
 
 @pytest.mark.parametrize("name", FINE)

@@ -1,0 +1,489 @@
+"""Rules for what is computed of all positions at once: softmax over the sequence, variances, norms, extremes, losses.
+
+A call like `F.normalize(x, dim=1)` or `F.kl_div(a, b, reduction="batchmean")` is several ATen ops, of which one looks
+at all positions. The call is replaced by its ATen ops, and each of those by what computes the same over all ranks.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from zeco_compile.passes.analysis import Analysis
+from zeco_compile.passes.length import SIZES, VALUES, affine_constant
+from zeco_compile.passes.modes import changes_gradient
+from zeco_compile.passes.plans import (
+    Emit,
+    Plan,
+    Ranks,
+    bytes_of,
+    current,
+    is_local,
+    kinds,
+    mixing_nodes,
+    substitute,
+)
+from zeco_compile.passes.schema import argument, is_random, operand, tensors
+
+aten = torch.ops.aten
+zeco = torch.ops.zeco
+
+
+def composite(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    """A call whose ATen ops look at other positions only by sums, extremes and the like over all of them."""
+    replay = _Replay.of(analysis, user_node)
+    if replay is None:
+        return None
+    mixing = mixing_nodes(analysis, user_node)
+    names = ", ".join(dict.fromkeys(node.target.overloadpacket.__name__ for node in mixing))  # type: ignore[union-attr]
+    if all(is_random(node) for node in mixing):
+        return Plan("same on all ranks", f"{names} without a sequence: the first rank's", replay.apply)
+    sent = sum(
+        bytes_of(analysis, value)
+        for node in mixing
+        for value in (node, *node.users)
+        if isinstance(value.meta.get("val"), torch.Tensor) and not analysis.track.sequence_dims(value)
+    )
+    return Plan("all-reduce", f"{names} over all ranks", replay.apply, (("among all ranks", sent),))
+
+
+@dataclass
+class _Replay:
+    """The ATen ops of a call, to be put in its place. `given` are the nodes of the user's graph that it reads, by the
+    values that they have then."""
+
+    analysis: Analysis
+    user_node: fx.Node
+    group: list[fx.Node]
+    given: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, analysis: Analysis, user_node: fx.Node) -> _Replay | None:
+        group = analysis.shadow.groups.get(user_node, [])
+        mixing = mixing_nodes(analysis, user_node)
+        if not mixing or user_node in analysis.shadow.writes or changes_gradient(user_node):
+            return None
+        replay = cls(analysis, user_node, group)
+        for each in user_node.all_input_nodes:
+            read = analysis.shadow.reads.get((user_node, each))
+            if isinstance(read, fx.Node):
+                replay.given[read] = each
+        inputs = (
+            [n for n in graph.nodes if n.op == "placeholder"]
+            for graph in (analysis.shadow.graph, user_node.graph)
+        )
+        for value, placeholder in zip(*inputs, strict=True):
+            if not isinstance(value.meta.get("val"), torch.Tensor):
+                replay.given[value] = placeholder
+        possible = all(replay._is_possible(node, node in mixing) for node in group)
+        return replay if possible and replay._are_results_known() else None
+
+    def _is_possible(self, node: fx.Node, mixes: bool) -> bool:
+        analysis = self.analysis
+        if node.op != "call_function" or getattr(node.target, "namespace", "") == "zeco":
+            return False
+        if any(analysis.is_window(n) or analysis.is_pair(n) for n in (node, *tensors(node))):
+            return False
+        if not all(is_local(analysis, n) or n in self.group for n in tensors(node)):
+            return False
+        if node.target is operator.getitem:
+            return True
+        if not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
+            return self._has_number(node)
+        if mixes:
+            rule = _RULES.get(node.target)
+            drawn = (
+                is_random(node)
+                and not analysis.own_mixing(node)
+                and isinstance(node.meta["val"], torch.Tensor)
+            )
+            if not drawn and (rule is None or not _is_over_all(analysis, node) or not rule.applies(node)):
+                return False
+        return all(self._is_known(node, *each) for each in _given_arguments(node))
+
+    def _is_known(self, node: fx.Node, name: str, value: Any) -> bool:
+        for leaf in pytree.tree_leaves(value):
+            if not isinstance(leaf, fx.Node):
+                if not self._means_itself(name, leaf):
+                    return False
+            elif isinstance(leaf.meta.get("val"), torch.Tensor | list | tuple):
+                if leaf not in self.given and leaf not in self.group:
+                    return False
+            elif not self._has_number(leaf):
+                return False
+            elif self._depends_on_length(leaf) and name not in SIZES:
+                known = name in VALUES and _affine(leaf, self.analysis) is not None
+                if not known:
+                    return False
+        return True
+
+    def _means_itself(self, name: str, value: Any) -> bool:
+        """A number that stands in the user's call, or that no length is; with a constant length any other may be it."""
+        if not isinstance(self.analysis.length, int) or name not in VALUES or isinstance(value, bool):
+            return True
+        if not isinstance(value, int | float) or value in (0, 1, -1) or value != int(value):
+            return True
+        return value in pytree.tree_leaves((self.user_node.args, self.user_node.kwargs))
+
+    def _has_number(self, node: fx.Node) -> bool:
+        if node in self.given:
+            return True
+        if node.target is aten.sym_size.int:
+            return operand(node, 0) in self.given or operand(node, 0) in self.group
+        numbers = node.op == "call_function" and bool(node.all_input_nodes)
+        return numbers and not tensors(node) and all(map(self._has_number, node.all_input_nodes))
+
+    def _depends_on_length(self, node: fx.Node) -> bool:
+        made, length = node.meta.get("val"), sympy.sympify(self.analysis.length)
+        return isinstance(made, torch.SymInt | torch.SymFloat) and bool(
+            made.node.expr.free_symbols & length.free_symbols
+        )
+
+    def _are_results_known(self) -> bool:
+        made = self.analysis.shadow.value.get(self.user_node)
+        inside = set(self.group)
+        if isinstance(made, fx.Node):
+            return made in inside
+        if not isinstance(made, list | tuple):
+            return False
+        for user in self.user_node.users:
+            place = user.args[1] if user.target is operator.getitem else None
+            if not isinstance(place, int) or made[place] not in inside:
+                return False
+        return True
+
+    # ------------------------------------------------------------------------------------------- into the graph
+
+    def apply(self, ranks: Ranks) -> None:
+        emit = Emit(self.user_node, after=False)
+        over = Over(emit, ranks)
+        env: dict[fx.Node, Any] = {value: current(node) for value, node in self.given.items()}
+        mixing = set(mixing_nodes(self.analysis, self.user_node))
+        for node in self.group:
+            if not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
+                continue  # a number, made where it is needed
+            env[node] = self._replayed(over, node, env, node in mixing)
+        made = self.analysis.shadow.value[self.user_node]
+        if isinstance(made, fx.Node):
+            substitute(self.user_node, env[made])
+            return
+        for user in list(self.user_node.users):
+            place: Any = user.args[1]
+            substitute(user, env[made[place]])
+        self.user_node.graph.erase_node(self.user_node)
+
+    def _replayed(self, over: Over, node: fx.Node, env: dict[fx.Node, Any], mixes: bool) -> Any:
+        if node.target is operator.getitem:
+            whole = env[operand(node, 0)]
+            place: Any = node.args[1]
+            return whole[place] if isinstance(whole, tuple) else over.call(operator.getitem, whole, place)
+        if mixes and not is_random(node):
+            return _RULES[node.target].emit(over, node, *(env[n] for n in tensors(node)))
+        args, kwargs = [], {}
+        for index, (name, value) in enumerate(_given_arguments(node)):
+            new = pytree.tree_map(lambda leaf, name=name: self._leaf(over, name, leaf, env), value)
+            if index < len(node.args):
+                args.append(new)
+            else:
+                kwargs[name] = new
+        made = over.call(node.target, *args, **kwargs)
+        return over.call(zeco.from_rank.default, made, 0, over.ranks.group) if mixes else made
+
+    def _leaf(self, over: Over, name: str, leaf: Any, env: dict[fx.Node, Any]) -> Any:
+        if not isinstance(leaf, fx.Node):
+            return leaf
+        if isinstance(leaf.meta.get("val"), torch.Tensor | list | tuple):
+            return env[leaf]
+        number = self._number(over, leaf, env)
+        if not self._depends_on_length(leaf) or name in SIZES:
+            return number
+        constant, ranks = _affine(leaf, self.analysis), over.ranks.world_size
+        whole = over.call(operator.mul, number, ranks)  # of n + c that of the whole sequence is W n + c
+        return over.call(operator.sub, whole, (ranks - 1) * constant) if constant else whole
+
+    def _number(self, over: Over, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        if node not in env:
+            args: Any
+            if node.target is aten.sym_size.int:
+                args = env[operand(node, 0)], node.args[1]
+            else:
+                args = fx.map_arg(node.args, lambda each: self._number(over, each, env))
+            env[node] = over.call(node.target, *args)
+        return env[node]
+
+
+def _given_arguments(node: fx.Node) -> list[tuple[str, Any]]:
+    names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
+    return [*zip(names, node.args, strict=False), *node.kwargs.items()]
+
+
+def _affine(node: fx.Node, analysis: Analysis) -> int | None:
+    """c, if the number is a multiple of the length plus c."""
+    return affine_constant(node.meta["val"], sympy.sympify(analysis.length).free_symbols)
+
+
+def _is_over_all(analysis: Analysis, node: fx.Node) -> bool:
+    """The op's dimensions have the sequence, and all of it: no chunks of it, no windows."""
+    if not kinds(analysis, node) <= {"reduce", "along"}:
+        return False
+    axes, source = analysis.track.axes, tensors(node)[0]
+    rows = set(axes.flat((axes.sequence,)))
+    if node.target in _ALONG:
+        dims = [argument(node, "dim") % source.meta["val"].dim()]
+        return analysis.track.sequence_dims(source) == dims
+    acted = {atom for action in analysis.own_mixing(node) for atom in axes.flat(action.dim) if atom.sequence}
+    results = [node, *(user for user in node.users if user.target is operator.getitem)]
+    return acted == rows and not any(analysis.track.sequence_dims(result) for result in results)
+
+
+# -------------------------------------------------------------------------------------------- sums over all ranks
+
+
+@dataclass
+class Over:
+    """Sums, numbers and extremes over dimensions of which one has the sequence, over all ranks."""
+
+    emit: Emit
+    ranks: Ranks
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.emit.call(target, *args, **kwargs)
+
+    def everywhere(self, x: fx.Node) -> fx.Node:
+        return self.call(zeco.all_sum.default, x, self.ranks.group)
+
+    def sum(self, x: fx.Node, dims: Sequence[int], keep: bool = True) -> fx.Node:
+        return self.everywhere(self.call(torch.sum, x, list(dims), keep))
+
+    def number(self, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+        """How many elements a sum over `dims` is of."""
+        total: Any = self.ranks.world_size
+        for dim in dims:
+            total = self.call(operator.mul, self.call(aten.sym_size.int, x, dim), total)
+        return total
+
+    def mean(self, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+        return self.call(torch.div, self.sum(x, dims), self.number(x, dims))
+
+    def mean_and_squares(self, x: fx.Node, dims: Sequence[int]) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """The mean, x without it, and the sum of its squares: in this order nothing cancels."""
+        mean = self.mean(x, dims)
+        centred = self.call(torch.sub, x, mean)
+        return mean, centred, self.sum(self.call(torch.mul, centred, centred), dims)
+
+    def largest(self, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+        """Without a gradient."""
+        local = self.call(aten.amax.default, self.call(aten.detach.default, x), list(dims), True)
+        return self.call(zeco.all_max.default, local, self.ranks.group)
+
+    def extreme(self, x: fx.Node, dims: Sequence[int], floating: bool, smallest: bool) -> fx.Node:
+        """The largest or smallest element; its gradient is shared by all that are equal to it, on whatever rank."""
+        turned = aten.neg.default if floating else aten.bitwise_not.default
+        found = self.largest(self.call(turned, x) if smallest else x, dims)
+        found = self.call(turned, found) if smallest else found
+        if not floating:
+            return found
+        alike = self.call(torch.eq, x, found)
+        share = self.call(torch.div, self.call(torch.where, alike, x, 0), self.sum(alike, dims))
+        value = self.sum(share, dims)
+        # The shares of several add up to the extreme but for rounding.
+        gradient = self.call(torch.sub, value, self.call(aten.detach.default, value))
+        exact = self.call(torch.add, found, gradient)
+        return self.call(torch.where, self.call(torch.isfinite, found), exact, value)
+
+    def root(self, x: fx.Node) -> fx.Node:
+        """The square root; where that is zero the gradient is zero, as PyTorch has it for norms and deviations."""
+        positive = self.call(torch.gt, x, 0)
+        root = self.call(torch.sqrt, self.call(torch.where, positive, x, 1))
+        rest = self.call(torch.sqrt, self.call(aten.detach.default, x))
+        return self.call(torch.where, positive, root, rest)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    emit: Callable[..., Any]
+    """(over, ATen node, its tensors in the user's graph) -> the result, a tuple of them for several."""
+    applies: Callable[[fx.Node], bool] = lambda node: True
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+_ALONG = (aten._softmax.default, aten._log_softmax.default)
+
+
+def _dims(node: fx.Node) -> list[int]:
+    rank = tensors(node)[0].meta["val"].dim()
+    given = argument(node, "dim")
+    if isinstance(given, int):
+        given = [given]
+    return [dim % rank for dim in given] if given else list(range(rank))
+
+
+def _is_real(node: fx.Node) -> bool:
+    return all(n.meta["val"].dtype.is_floating_point for n in tensors(node))
+
+
+def _wide(over: Over, x: fx.Node, source: fx.Node) -> fx.Node:
+    """Sums of halves are made in float32."""
+    return over.call(aten.to.dtype, x, torch.float32) if source.meta["val"].dtype in _HALVES else x
+
+
+def _finish(over: Over, node: fx.Node, x: fx.Node, value: Any = None) -> fx.Node:
+    """Of a value with all dimensions what the op returns: its dimensions, its dtype."""
+    if node.target not in _ALONG and not argument(node, "keepdim", False):
+        x = over.call(aten.squeeze.dims, x, _dims(node))
+    made = node.meta["val"] if value is None else value
+    return over.call(aten.to.dtype, x, made.dtype)
+
+
+def _softmax(over: Over, node: fx.Node, x: fx.Node) -> fx.Node:
+    x = _wide(over, x, tensors(node)[0])
+    dims = _dims(node)
+    shifted = over.call(torch.sub, x, over.largest(x, dims))
+    powers = over.call(torch.exp, shifted)
+    total = over.sum(powers, dims)
+    if node.target is aten._softmax.default:
+        return _finish(over, node, over.call(torch.div, powers, total))
+    return _finish(over, node, over.call(torch.sub, shifted, over.call(torch.log, total)))
+
+
+def _logsumexp(over: Over, node: fx.Node, x: fx.Node) -> fx.Node:
+    x = _wide(over, x, tensors(node)[0])
+    dims = _dims(node)
+    largest = over.largest(x, dims)
+    largest = over.call(torch.where, over.call(torch.isinf, largest), 0, largest)
+    total = over.sum(over.call(torch.exp, over.call(torch.sub, x, largest)), dims)
+    return _finish(over, node, over.call(torch.add, over.call(torch.log, total), largest))
+
+
+def _extreme(smallest: bool) -> Callable[..., Any]:
+    def emit(over: Over, node: fx.Node, x: fx.Node) -> fx.Node:
+        source = tensors(node)[0]
+        found = over.extreme(
+            _wide(over, x, source), _dims(node), source.meta["val"].dtype.is_floating_point, smallest
+        )
+        return _finish(over, node, found)
+
+    return emit
+
+
+def _variance(over: Over, node: fx.Node, x: fx.Node) -> Any:
+    x = _wide(over, x, tensors(node)[0])
+    dims = _dims(node)
+    mean, _, squares = over.mean_and_squares(x, dims)
+    count = over.call(operator.sub, over.number(x, dims), _correction(node))
+    variance = over.call(torch.div, squares, count)
+    if node.target in (aten.std.correction, aten.std_mean.correction):
+        variance = over.root(variance)
+    if isinstance(node.meta["val"], torch.Tensor):
+        return _finish(over, node, variance)
+    return tuple(
+        _finish(over, node, part, value)
+        for part, value in zip((variance, mean), node.meta["val"], strict=True)
+    )
+
+
+def _correction(node: fx.Node) -> Any:
+    correction = argument(node, "correction")
+    return 1 if correction is None else correction
+
+
+def _has_few_corrections(node: fx.Node) -> bool:
+    return _is_real(node) and isinstance(_correction(node), int | float) and 0 <= _correction(node) <= 1
+
+
+def _norm(over: Over, node: fx.Node, x: fx.Node) -> fx.Node:
+    x = _wide(over, x, tensors(node)[0])
+    dims, order = _dims(node), argument(node, "ord", 2)
+    if order == 2:
+        return _finish(over, node, over.root(over.sum(over.call(torch.mul, x, x), dims)))
+    size = over.call(torch.abs, x)
+    return _finish(over, node, over.sum(size, dims) if order == 1 else over.extreme(size, dims, True, False))
+
+
+def _is_known_norm(node: fx.Node) -> bool:
+    same = argument(node, "dtype") in (None, tensors(node)[0].meta["val"].dtype)
+    return _is_real(node) and same and argument(node, "ord", 2) in (1, 2, float("inf"))
+
+
+def _truth(over: Over, node: fx.Node, x: fx.Node) -> fx.Node:
+    found = over.call(node.target, x, *node.args[1:], **node.kwargs)
+    if node.target.overloadpacket is aten.any:  # type: ignore[union-attr]
+        return over.call(zeco.all_max.default, found, over.ranks.group)
+    some = over.call(zeco.all_max.default, over.call(torch.logical_not, found), over.ranks.group)
+    return over.call(torch.logical_not, some)
+
+
+def _sum(over: Over, node: fx.Node, x: fx.Node) -> fx.Node:
+    source, made = tensors(node)[0].meta["val"], node.meta["val"]
+    x = _wide(over, x, tensors(node)[0])
+    if not source.dtype.is_floating_point:
+        x = over.call(aten.to.dtype, x, made.dtype)
+    dims = _dims(node)
+    mean = node.target in (aten.mean.default, aten.mean.dim)
+    return _finish(over, node, over.mean(x, dims) if mean else over.sum(x, dims))
+
+
+def _loss(over: Over, node: fx.Node, *values: fx.Node) -> fx.Node:
+    sources = tensors(node)
+    env = dict(zip(sources, values, strict=True))
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    each = [0 if name == "reduction" else argument(node, name) for name in names]
+    x = over.call(node.target, *fx.map_arg(each, env.__getitem__))
+    rank = max(source.meta["val"].dim() for source in sources)
+    x = _wide(over, x, sources[0])
+    dims = list(range(rank))
+    total = over.sum(x, dims, False)
+    if argument(node, "reduction", 1) == 1:
+        total = over.call(torch.div, total, over.number(x, dims))
+    return over.call(aten.to.dtype, total, node.meta["val"].dtype)
+
+
+def _nll_loss(over: Over, node: fx.Node, *values: fx.Node) -> Any:
+    env = dict(zip(tensors(node), values, strict=True))
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    each = [_AS_SUM if name == "reduction" else argument(node, name) for name in names]
+    found = over.call(node.target, *fx.map_arg(each, env.__getitem__))
+    total, weight = (over.everywhere(over.call(operator.getitem, found, place)) for place in (0, 1))
+    if argument(node, "reduction") == 1:
+        total = over.call(torch.div, total, weight)
+    return total, weight
+
+
+_AS_SUM = 2
+
+_real = _is_real
+_RULES: dict[Any, _Rule] = {
+    aten._softmax.default: _Rule(_softmax, _real),
+    aten._log_softmax.default: _Rule(_softmax, _real),
+    aten.logsumexp.default: _Rule(_logsumexp, _real),
+    **dict.fromkeys((aten.amax.default, aten.max.default), _Rule(_extreme(False))),
+    **dict.fromkeys((aten.amin.default, aten.min.default), _Rule(_extreme(True))),
+    **dict.fromkeys(
+        (aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction),
+        _Rule(_variance, _has_few_corrections),
+    ),
+    aten.linalg_vector_norm.default: _Rule(_norm, _is_known_norm),
+    **dict.fromkeys(
+        (aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims), _Rule(_truth)
+    ),
+    **dict.fromkeys(
+        (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim),
+        _Rule(_sum, lambda node: not node.meta["val"].dtype.is_complex),
+    ),
+    **dict.fromkeys(
+        (
+            aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+            aten.soft_margin_loss.default, aten.binary_cross_entropy.default,
+            aten.binary_cross_entropy_with_logits.default,
+        ),
+        _Rule(_loss, _real),
+    ),
+    **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _Rule(_nll_loss)),
+}  # fmt: skip
