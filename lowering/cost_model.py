@@ -121,7 +121,9 @@ _MIB = 1 << 20
 # NVLink between two H200s: a hop that a kernel makes through symmetric memory, replayed from a CUDA graph
 # (benchmarks/collectives.py). Its blocks are programs side by side: no gap.
 _SYMMETRIC = fit(
-    [(_MIB, 10.2e-6), (4 * _MIB, 21.2e-6)], 0.0, "default: symmetric memory between two H200s, CUDA graph"
+    [(_MIB // 16, 5.2e-6), (_MIB // 4, 6.2e-6), (_MIB, 7.1e-6), (4 * _MIB, 16.8e-6), (16 * _MIB, 52.2e-6)],
+    0.0,
+    "default: symmetric memory between two H200s, CUDA graph",
 )
 # The same pair: ncclSend and ncclRecv, as called from Python, which is how the scan calls them.
 _NCCL = fit(

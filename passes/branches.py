@@ -132,16 +132,27 @@ def refuse_constant_slices(analysis: Analysis) -> None:
             )
 
 
+def writes_constant_rows(analysis: Analysis, user_node: fx.Node) -> bool:
+    """`y[:, -2:] = v`, a constant number of rows along the sequence: of one token they are all there are."""
+    return user_node.target is operator.setitem and any(
+        any(isinstance(b, int) and b not in (0, _END) for b in bounds)
+        and any(
+            dim in analysis.track.sequence_dims(n) for n in analysis.shadow.tensors_read(user_node, source)
+        )
+        for source, dim, bounds in _slices(user_node)
+    )
+
+
 _END = 2**63 - 1
 
 
 def _slices(node: fx.Node) -> Iterator[tuple[fx.Node, int, tuple[Any, Any]]]:
     """(tensor, dimension, (start, end)) of each slice that a node takes."""
-    if node.target in (operator.getitem, "narrow", torch.narrow):
+    if node.target in (operator.getitem, operator.setitem, "narrow", torch.narrow):
         source, *rest = node.args
         if not isinstance(source, fx.Node) or not isinstance(source.meta.get("example_value"), torch.Tensor):
             return
-        if node.target is not operator.getitem:
+        if node.target not in (operator.getitem, operator.setitem):
             given: dict[str, Any] = dict(zip(("dim", "start", "length"), rest, strict=False)) | dict(
                 node.kwargs
             )

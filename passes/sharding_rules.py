@@ -294,7 +294,7 @@ def _rows_of_all(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     if node.users and all(user.target in SHAPED_LIKE for user in node.users):
         return Plan("position-local", "read for its shape alone", lambda ranks: settle(user_node))
     first = _is_first(analysis, node)
-    if first is None:
+    if first is None or _is_written_while_read(analysis, user_node):
         return None
 
     def apply(ranks: Ranks) -> None:
@@ -310,6 +310,23 @@ def _rows_of_all(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         f"the {'first' if first else 'last'} {rows}, from the rank that has {'it' if rows == 'token' else 'them'}",
         apply,
         (("among all ranks", bytes_of(analysis, output)),),
+    )
+
+
+def _is_written_while_read(analysis: Analysis, user_node: fx.Node) -> bool:
+    """Its memory is written to while it is still read, or through it: another tensor in its place would not show it."""
+    memory = analysis.shadow.memory
+    own = memory.get(user_node, frozenset())
+    order = {n: i for i, n in enumerate(analysis.gm.graph.nodes)}
+    last, aliases = order[user_node], [user_node]
+    for alias in aliases:
+        for user in alias.users:
+            last = max(last, order[user])
+            if user not in aliases and not own.isdisjoint(memory.get(user, frozenset())):
+                aliases.append(user)
+    return any(
+        order[user_node] < order.get(writer, -1) <= last and not own.isdisjoint(written)
+        for writer, written in analysis.shadow.writes.items()
     )
 
 

@@ -37,6 +37,7 @@ def verify(analysis: Analysis) -> list[int | None]:
     _refuse_length_elsewhere(analysis)
     _refuse_owned_rows(analysis)
     _refuse_constant_rows(analysis)
+    _refuse_unknown_rows(analysis)
     _refuse_sizes_of_the_slice(analysis)
     _refuse_partial_outputs(analysis)
     return _output_dims(analysis)
@@ -89,6 +90,25 @@ def _refuse_constant_rows(analysis: Analysis) -> None:
                 why="a constant that the code computed has one row for each position of this rank's slice: the "
                 "values are those of the first positions on every rank.",
                 hints=["compute it from torch.arange(length), or take rows of a table: table[: x.shape[1]]"],
+            )
+
+
+def _refuse_unknown_rows(analysis: Analysis) -> None:
+    """Rows of the sequence that an op which is not followed has made of something whole, the same on every rank:
+    `table.as_strided((T, D), ...)`."""
+    track = analysis.track
+    for node, why in track.problems.items():
+        sources = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        user_node = analysis.user_node(node)
+        if not track.sequence_dims(node) or any(track.sequence_dims(n) for n in sources) or user_node is None:
+            continue
+        if not settled(user_node):
+            raise UnsupportedOp(
+                op_name(user_node),
+                location=user_location(user_node),
+                why=f"it makes one row for each position of something that is whole on every rank, in {why}.",
+                hints=["take the rows of a table as table[: x.shape[1]]"],
+                node=str(user_node),
             )
 
 

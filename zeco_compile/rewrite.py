@@ -122,7 +122,7 @@ def rewrite(
     if ranks.world_size > 1:
         if first.length == 1:
             refuse_constant_slices(first)
-            work.look = _second_look(work, second_look.user_steps(gm), first.length, assumed_there)
+            work.look = _second_look(work, second_look.user_steps(gm, first), first.length, assumed_there)
         passes += [
             ("running_sums", _running_sums),
             closing,
@@ -170,7 +170,7 @@ def _second_look(
         inputs = graph_inputs(gm, example_inputs, work.settings.seq_dim)
         assumed.append(assumptions(gm, inputs, example_inputs))
         if length == 1:
-            return second_look.user_steps(gm)
+            return second_look.user_steps(gm, analyse(gm, example_inputs, work.settings.seq_dim))
         again = replace(
             work,
             gm=gm,

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from zeco_compile import torch_private
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis
+from zeco_compile.passes.branches import writes_constant_rows
 from zeco_compile.passes.errors import CompileError, LengthInValue
 from zeco_compile.passes.inputs import MARK, graph_inputs
 from zeco_compile.passes.length import ARITHMETIC, BOUNDS, VALUES
@@ -194,11 +195,35 @@ def _elsewhere(analysis: Analysis, node: fx.Node) -> Iterator[str]:
             yield from (f"at {each}" for each in node.args[2:][:count])
 
 
-def user_steps(gm: fx.GraphModule) -> list[Step]:
-    """The ops of Dynamo's own graph, with the numbers that are values: no sizes, dimensions and positions."""
+def user_steps(gm: fx.GraphModule, analysis: Analysis | None = None) -> list[Step]:
+    """The ops of Dynamo's own graph, with the numbers that are values: no sizes, dimensions and positions; where there
+    is an `analysis` of it, with the sizes of what they make."""
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
-    own = [Step(op_name(n), tuple(_values(n)), user_location(n), (), _inputs(n)) for n in calls]
+    own = [
+        Step(op_name(n), tuple(_values(n)), user_location(n), _sizes_made(analysis, n), _inputs(n))
+        for n in calls
+    ]
     return [*own, *_backwards(gm)]
+
+
+_ROWS = "rows of the sequence"
+
+
+def _sizes_made(analysis: Analysis | None, user_node: fx.Node) -> tuple[str, ...]:
+    """The sizes of what an op makes, but for those along the sequence: `x.reshape(B, T * D)` has them all of one token.
+    What has one row may be of one token, too."""
+    if analysis is None:
+        return ()
+    if writes_constant_rows(analysis, user_node):
+        return (_ROWS,)
+    made = [n for n in analysis.shadow.tensors_made(user_node) if isinstance(n.meta.get("val"), torch.Tensor)]
+    return tuple(
+        "x".join(
+            "*" if dim in analysis.track.sequence_dims(node) or size == 1 else str(size)
+            for dim, size in enumerate(node.meta["val"].shape)
+        )
+        for node in made
+    )
 
 
 def _inputs(node: fx.Node) -> tuple[str, ...]:
@@ -487,11 +512,11 @@ def _told_apart(one: Step, other: Step) -> tuple[str, str]:
 
 def _compare_kinds(first: Sequence[Step], second: Sequence[Step], longer: int) -> None:
     """With one token, the body of a loop is there once: with more, each of its ops is there as often as tokens are,
-    and every other op as often as before."""
+    and every other op as often as before. What writes certain rows is right only as a part of such a body."""
     ones, others = Counter(first), Counter(second)
     for step in (*ones, *others):
         before, after = ones[step], others[step]
-        if after not in (before, before * longer):
+        if after != before * longer and (after != before or _ROWS in step.along):
             _refuse(step, f"{step}, {before} time(s)", f"{after} time(s)", 1, longer)
 
 
