@@ -239,6 +239,13 @@ def _table_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         return None
     if not analysis.track.axes.is_whole_sequence(analysis.track.dims(node)[dim]):
         return None  # a row for each position of a chunk
+    output, symbols = single_output(analysis, user_node), sympy.sympify(analysis.length).free_symbols
+    if output is None or any(
+        sympy.sympify(size).free_symbols & symbols
+        for place, size in enumerate(shape(output))
+        if place not in analysis.track.sequence_dims(output)
+    ):
+        return None  # `table[:T, :T]`: so many columns, too
 
     def apply(ranks: Ranks) -> None:
         emit = Emit(user_node, after=False)

@@ -14,13 +14,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from zeco_compile.passes.analysis import Analysis, State, assign_states
+from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis, State, assign_states
 from zeco_compile.passes.errors import LengthInValue, UnsupportedOp
 from zeco_compile.passes.functions import refuse_mixing_backwards
 from zeco_compile.passes.locations import source_expression, user_location
 from zeco_compile.passes.plans import settled
 from zeco_compile.passes.report import op_name
-from zeco_compile.passes.schema import argument, shape
+from zeco_compile.passes.schema import argument, is_random, shape
 from zeco_compile.passes.shard import refuse_mixed
 
 aten = torch.ops.aten
@@ -94,22 +94,37 @@ def _refuse_constant_rows(analysis: Analysis) -> None:
 
 
 def _refuse_unknown_rows(analysis: Analysis) -> None:
-    """Rows of the sequence that an op which is not followed has made of something whole, the same on every rank:
-    `table.as_strided((T, D), ...)`."""
+    """Rows of the sequence made of something whole by an op that is neither a rule's nor gives all rows the same value:
+    `table.split([T, rest])[0]`, `F.pad(first, (0, 0, 0, T - 1))`. Every rank would have those of the first slice."""
     track = analysis.track
-    for node, why in track.problems.items():
-        sources = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        user_node = analysis.user_node(node)
-        if not track.sequence_dims(node) or any(track.sequence_dims(n) for n in sources) or user_node is None:
+    for node in analysis.shadow.graph.nodes:
+        sources = [
+            n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor | list | tuple)
+        ]
+        if not sources or not isinstance(node.meta.get("val"), torch.Tensor) or not track.sequence_dims(node):
             continue
-        if not settled(user_node):
-            raise UnsupportedOp(
-                op_name(user_node),
-                location=user_location(user_node),
-                why=f"it makes one row for each position of something that is whole on every rank, in {why}.",
-                hints=["take the rows of a table as table[: x.shape[1]]"],
-                node=str(user_node),
-            )
+        rows = any(track.sequence_dims(n) for n in sources) or any(
+            track.axes.is_sequence(dim)
+            for n in sources
+            if isinstance(n.meta["val"], list | tuple) and n.target is not aten.split_with_sizes.default
+            for dim in track.dims_of_output(n, node.args[1])
+        )
+        user_node = analysis.user_node(node)
+        spreads = node.target in SHAPED_LIKE or node.target in _SPREADS or is_random(node)
+        if rows or spreads or user_node is None or settled(user_node):
+            continue
+        raise UnsupportedOp(
+            op_name(user_node),
+            location=user_location(user_node),
+            why="it makes one row for each position of the slice from something that is whole on every rank: they "
+            "would be the first ones on each.",
+            hints=["take the rows of a table as table[: x.shape[1]]"],
+            node=str(user_node),
+        )
+
+
+# one row, or none, for all positions
+_SPREADS = (aten.expand.default, aten.broadcast_to.default)
 
 
 def _refuse_length_elsewhere(analysis: Analysis) -> None:
