@@ -7,6 +7,7 @@ is an error.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import sympy
@@ -20,7 +21,7 @@ from zeco_compile.passes.functions import refuse_mixing_backwards
 from zeco_compile.passes.locations import source_expression, user_location
 from zeco_compile.passes.plans import settled
 from zeco_compile.passes.report import op_name
-from zeco_compile.passes.schema import argument, is_random, shape
+from zeco_compile.passes.schema import argument, is_random, shape, tensors
 from zeco_compile.passes.shard import refuse_mixed
 
 aten = torch.ops.aten
@@ -98,17 +99,10 @@ def _refuse_unknown_rows(analysis: Analysis) -> None:
     `table.split([T, rest])[0]`, `F.pad(first, (0, 0, 0, T - 1))`. Every rank would have those of the first slice."""
     track = analysis.track
     for node in analysis.shadow.graph.nodes:
-        sources = [
-            n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor | list | tuple)
-        ]
+        sources = tensors(node.all_input_nodes[0] if node.target is operator.getitem else node)
         if not sources or not isinstance(node.meta.get("val"), torch.Tensor) or not track.sequence_dims(node):
             continue
-        rows = any(track.sequence_dims(n) for n in sources) or any(
-            track.axes.is_sequence(dim)
-            for n in sources
-            if isinstance(n.meta["val"], list | tuple) and n.target is not aten.split_with_sizes.default
-            for dim in track.dims_of_output(n, node.args[1])
-        )
+        rows = any(track.sequence_dims(n) for n in sources)
         user_node = analysis.user_node(node)
         spreads = node.target in SHAPED_LIKE or node.target in _SPREADS or is_random(node)
         if rows or spreads or user_node is None or settled(user_node):
