@@ -27,7 +27,7 @@ from zeco_compile.lowering.errors import (
     UnequalShards,
 )
 from zeco_compile.lowering.exchange import IndivisibleSequence, InvalidExchange
-from zeco_compile.lowering.groups import InvalidGroup
+from zeco_compile.lowering.groups import GroupChanged, InvalidGroup
 from zeco_compile.passes.errors import (
     AmbiguousSequence,
     CompileError,
@@ -51,6 +51,7 @@ __all__ = [
     "DebugFolderUnusable",
     "DecayNotPositive",
     "GraphBreak",
+    "GroupChanged",
     "GroupNotFound",
     "IndivisibleSequence",
     "InternalError",

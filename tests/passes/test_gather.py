@@ -93,10 +93,14 @@ def written(m: Model, x: Tensor) -> Tensor:
     return out + out.flip(1)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_others_read_what_is_written_to(ranks):
+    assert_equivalent(lambda: Model(written), inputs, world_size=ranks, options=GATHER)
+
+
 @pytest.mark.parametrize(
     "function",
     [
-        pytest.param(written, id="others read what is written to"),
         pytest.param(lambda m, x: torch.cat([m.query(x), x.flip(1)], 1), id="twice as many rows"),
         pytest.param(lambda m, x: torch.vmap(lambda q: (q @ q.mT).relu() @ q)(m.query(x)), id="vmap"),
     ],

@@ -32,9 +32,9 @@ def test_gpus_of_one_host_share_memory(schedule):
     report = reported("nccl", ONE_HOST, schedule=schedule, blocks=2)
     (scan,) = report.scans
     assert (scan.wire, scan.schedule, scan.hosts) == ("symmetric", "all_scan", 1)
-    assert scan.blocks == 64  # tiles of 4096 elements, not what was asked for
+    assert scan.blocks == 128  # tiles of 2048 elements, not what was asked for
     costs = cost_model.DEFAULTS["symmetric"]
-    assert scan.seconds == cost_model.chain_seconds(costs, ONE_HOST, MIB, 64)
+    assert scan.seconds == cost_model.chain_seconds(costs, ONE_HOST, MIB, 128)
     assert [each.bytes_per_call for each in report.communication] == [MIB, MIB]
 
 
