@@ -240,6 +240,8 @@ def _table_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     if not analysis.track.axes.is_whole_sequence(analysis.track.dims(node)[dim]):
         return None  # a row for each position of a chunk
     output, symbols = single_output(analysis, user_node), sympy.sympify(analysis.length).free_symbols
+    if sympy.sympify(shape(table)[dim]).free_symbols & symbols:
+        return None  # as long as this rank's slice, and some rows more
     if output is None or any(
         sympy.sympify(size).free_symbols & symbols
         for place, size in enumerate(shape(output))
