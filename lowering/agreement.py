@@ -137,7 +137,7 @@ class _Control:
         header = [check, len(text), identity, len(lengths), *lengths[:_INLINE]]
         header += [0] * (_HEADER - len(header))
         if self.failures:
-            self.store.set(f"{self.prefix}/word/{self.rank}", json.dumps([-1, 0, ""]))  # it comes after all
+            self.store.set(self._word_of(self.rank), json.dumps([-1, 0, ""]))  # it comes after all
         self._all_gather(self.headers, torch.tensor(header, dtype=torch.int64))
         rows = self.headers.view(self.size, _HEADER).tolist()
         first = rows[0]
@@ -215,12 +215,16 @@ class _Control:
 
         self._guarded(all_gather)
 
+    def _word_of(self, rank: int) -> str:
+        """Where in the store a rank leaves word."""
+        return f"{self.prefix}/word/{rank}"
+
     def leave_word(self, why: str) -> None:
         self.failures += 1
         word = json.dumps([self.checks, self.failures, why])
         # where rank 0 has gone, and the store with it, whoever waits finds out by that
         with contextlib.suppress(RuntimeError):
-            self.store.set(f"{self.prefix}/word/{self.rank}", word)
+            self.store.set(self._word_of(self.rank), word)
 
     def _wait(self, work: dist.Work) -> None:
         """Raises RuntimeError where the exchange fails, and where a rank says that it will not come."""
@@ -256,7 +260,7 @@ class _Control:
     def _words(self) -> Iterator[str]:
         """What ranks say that have failed, at this check, more often than this one has: they do not come to it."""
         for rank in range(self.size):
-            key = f"{self.prefix}/word/{rank}"
+            key = self._word_of(rank)
             if rank != self.rank and self.store.check([key]):
                 checks, failures, why = json.loads(self.store.get(key))
                 if checks == self.checks and failures > self.failures:

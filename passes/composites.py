@@ -259,6 +259,10 @@ class Over:
     def everywhere(self, x: fx.Node) -> fx.Node:
         return self.call(zeco.all_sum.default, x, self.ranks.group)
 
+    def wide(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """`x`, which has `dtype`, for sums: those of halves are made in float32."""
+        return self.call(aten.to.dtype, x, torch.float32) if dtype in _HALVES else x
+
     def sum(self, x: fx.Node, dims: Sequence[int], keep: bool = True) -> fx.Node:
         return self.everywhere(self.call(torch.sum, x, list(dims), keep))
 
@@ -329,11 +333,6 @@ def _is_real(node: fx.Node) -> bool:
     return all(n.meta["val"].dtype.is_floating_point for n in tensors(node))
 
 
-def _wide(over: Over, x: fx.Node, source: fx.Node) -> fx.Node:
-    """Sums of halves are made in float32."""
-    return over.call(aten.to.dtype, x, torch.float32) if source.meta["val"].dtype in _HALVES else x
-
-
 def _finish(over: Over, node: fx.Node, x: fx.Node, value: Any = None) -> fx.Node:
     """Of a value with all dimensions what the op returns: its dimensions, its dtype."""
     if node.target not in _ALONG and not argument(node, "keepdim", False):
@@ -343,7 +342,7 @@ def _finish(over: Over, node: fx.Node, x: fx.Node, value: Any = None) -> fx.Node
 
 
 def _softmax(over: Over, node: fx.Node, x: fx.Node) -> fx.Node:
-    x = _wide(over, x, tensors(node)[0])
+    x = over.wide(x, tensors(node)[0].meta["val"].dtype)
     dims = _dims(node)
     shifted = over.call(torch.sub, x, over.largest(x, dims))
     powers = over.call(torch.exp, shifted)
@@ -354,7 +353,7 @@ def _softmax(over: Over, node: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def _logsumexp(over: Over, node: fx.Node, x: fx.Node) -> fx.Node:
-    x = _wide(over, x, tensors(node)[0])
+    x = over.wide(x, tensors(node)[0].meta["val"].dtype)
     dims = _dims(node)
     largest = over.largest(x, dims)
     largest = over.call(torch.where, over.call(torch.isinf, largest), 0, largest)
@@ -366,7 +365,10 @@ def _extreme(smallest: bool) -> Callable[..., Any]:
     def emit(over: Over, node: fx.Node, x: fx.Node) -> fx.Node:
         source = tensors(node)[0]
         found = over.extreme(
-            _wide(over, x, source), _dims(node), source.meta["val"].dtype.is_floating_point, smallest
+            over.wide(x, source.meta["val"].dtype),
+            _dims(node),
+            source.meta["val"].dtype.is_floating_point,
+            smallest,
         )
         return _finish(over, node, found)
 
@@ -374,7 +376,7 @@ def _extreme(smallest: bool) -> Callable[..., Any]:
 
 
 def _variance(over: Over, node: fx.Node, x: fx.Node) -> Any:
-    x = _wide(over, x, tensors(node)[0])
+    x = over.wide(x, tensors(node)[0].meta["val"].dtype)
     dims = _dims(node)
     mean, _, squares = over.mean_and_squares(x, dims)
     count = over.call(operator.sub, over.number(x, dims), _correction(node))
@@ -399,7 +401,7 @@ def _has_few_corrections(node: fx.Node) -> bool:
 
 
 def _norm(over: Over, node: fx.Node, x: fx.Node) -> fx.Node:
-    x = _wide(over, x, tensors(node)[0])
+    x = over.wide(x, tensors(node)[0].meta["val"].dtype)
     dims, order = _dims(node), argument(node, "ord", 2)
     if order == 2:
         return _finish(over, node, over.root(over.sum(over.call(torch.mul, x, x), dims)))
@@ -422,7 +424,7 @@ def _truth(over: Over, node: fx.Node, x: fx.Node) -> fx.Node:
 
 def _sum(over: Over, node: fx.Node, x: fx.Node) -> fx.Node:
     source, made = tensors(node)[0].meta["val"], node.meta["val"]
-    x = _wide(over, x, tensors(node)[0])
+    x = over.wide(x, tensors(node)[0].meta["val"].dtype)
     if not source.dtype.is_floating_point:
         x = over.call(aten.to.dtype, x, made.dtype)
     dims = _dims(node)
@@ -437,7 +439,7 @@ def _loss(over: Over, node: fx.Node, *values: fx.Node) -> fx.Node:
     each = [0 if name == "reduction" else argument(node, name) for name in names]
     x = over.call(node.target, *fx.map_arg(each, env.__getitem__))
     rank = max(source.meta["val"].dim() for source in sources)
-    x = _wide(over, x, sources[0])
+    x = over.wide(x, sources[0].meta["val"].dtype)
     dims = list(range(rank))
     total = over.sum(x, dims, False)
     if argument(node, "reduction", 1) == 1:
@@ -458,11 +460,10 @@ def _nll_loss(over: Over, node: fx.Node, *values: fx.Node) -> Any:
 
 _AS_SUM = 2
 
-_real = _is_real
 _RULES: dict[Any, _Rule] = {
-    aten._softmax.default: _Rule(_softmax, _real),
-    aten._log_softmax.default: _Rule(_softmax, _real),
-    aten.logsumexp.default: _Rule(_logsumexp, _real),
+    aten._softmax.default: _Rule(_softmax, _is_real),
+    aten._log_softmax.default: _Rule(_softmax, _is_real),
+    aten.logsumexp.default: _Rule(_logsumexp, _is_real),
     **dict.fromkeys((aten.amax.default, aten.max.default), _Rule(_extreme(False))),
     **dict.fromkeys((aten.amin.default, aten.min.default), _Rule(_extreme(True))),
     **dict.fromkeys(
@@ -483,7 +484,7 @@ _RULES: dict[Any, _Rule] = {
             aten.soft_margin_loss.default, aten.binary_cross_entropy.default,
             aten.binary_cross_entropy_with_logits.default,
         ),
-        _Rule(_loss, _real),
+        _Rule(_loss, _is_real),
     ),
     **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _Rule(_nll_loss)),
 }  # fmt: skip

@@ -60,9 +60,7 @@ def normalisation(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         over = Over(Emit(user_node, after=False), ranks)
         given = call_arguments(user_node, names)  # as they are by then
         running = [given.get(name) for name in ("running_mean", "running_var")]
-        x = given["input"]
-        if value.dtype in (torch.float16, torch.bfloat16):
-            x = over.call(aten.to.dtype, x, torch.float32)
+        x = over.wide(given["input"], value.dtype)
         grouped = user_node.target is functional.group_norm
         if grouped:
             x = over.call(torch.unflatten, x, 1, (given["num_groups"], -1))

@@ -33,7 +33,6 @@ from zeco_compile.kernels.errors import ZecoError
 from zeco_compile.lowering import links
 from zeco_compile.lowering.agreement import all_agree, check_agreement
 from zeco_compile.lowering.communicator import wire_of
-from zeco_compile.lowering.groups import SameGroup
 from zeco_compile.passes.branches import assumptions
 from zeco_compile.passes.errors import refusing
 from zeco_compile.passes.inputs import first_device, graph_inputs
@@ -45,7 +44,7 @@ from zeco_compile.passes.length import (
 )
 from zeco_compile.passes.report import Report
 from zeco_compile.report_log import keep
-from zeco_compile.settings import Settings
+from zeco_compile.settings import Settings, same_group
 from zeco_compile.slices import refuse_kept_slices
 
 _graph_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -65,7 +64,7 @@ def zeco(
     Returns a callable of the graph's inputs. Raises a `ZecoError` for everything that cannot be compiled.
     """
     with refusing("the reading of the options"):
-        settings, group = Settings.parse(options), SameGroup((options or {}).get("group"))
+        settings, group = Settings.parse(options), same_group(options)
     with refusing("the compilation of a graph"), guards.announced(settings.group), seldom_collected():
         guards.refuse_graph_break(gm, settings)
         guards.refuse_last_recompilation()

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from zeco_compile.errors import InvalidOption
 from zeco_compile.lowering.communicator import members
-from zeco_compile.lowering.groups import InvalidGroup, refuse_other_order, resolve_group
+from zeco_compile.lowering.groups import InvalidGroup, SameGroup, refuse_other_order, resolve_group
 from zeco_compile.passes.errors import as_compile_error
 
 Schedule = Literal["auto", "all_scan", "all_scan_tree", "two_level", "lasp1", "lasp2"]
@@ -99,6 +99,12 @@ class Settings:
         """
         shaping = {name: getattr(self, name) for name in option_names() if name != "debug_dir"}
         return json.dumps(shaping | {"world_size": self.world_size, "rank": self.rank}, sort_keys=True)
+
+
+def same_group(options: Mapping[str, Any] | None) -> SameGroup:
+    """Whether the process group that ``options`` ask for is still what it is now; for options that `Settings.parse` has
+    accepted."""
+    return SameGroup(_checked_names(options).get("group"))
 
 
 def option_names() -> list[str]:
