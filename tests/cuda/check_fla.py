@@ -71,7 +71,7 @@ def main() -> int:
             good, text = errors[worst] < ALLOWED, f"{errors[worst]:.1e} at {worst}"
         except Exception as error:
             where = traceback.format_exc().strip().splitlines()[-3:]
-            good, text = False, f"{type(error).__name__}: {str(error)[:400]} {where}"
+            good, text = False, f"{type(error).__name__}: {str(error)[:3000]} {where}"
         failed += not good
         if dist.get_rank() == 0 or not good:
             seconds = time.perf_counter() - begin

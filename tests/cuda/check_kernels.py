@@ -59,16 +59,16 @@ def main() -> int:
 
 
 def check(key: int, value: int, dtype: torch.dtype, kind: str) -> list[str]:
-    """Lines for the gates, none too, of one size."""
-    kinds = [(kind, gate) for gate in ("slow", "strong", "mixed", "rising")] + (
-        [("none", "")] if kind == "head" else []
-    )
+    """Lines for the gates, none too, of one size; one gate also with the tokens of each channel side by side."""
+    kinds = [(kind, gate, False) for gate in ("slow", "strong", "mixed", "rising")]
+    kinds += [(kind, "slow", True), *([("none", "", False)] if kind == "head" else [])]
     lines = []
-    for each, gate in kinds:
+    for each, gate, transposed in kinds:
         for everywhere in (False, True):
             title = f"K={key} V={value} {str(dtype)[6:]} {each} {gate} {'all matrices' if everywhere else ''}"
+            title += " transposed" if transposed else ""
             try:
-                errors = one(key, value, dtype, each, gate, everywhere)
+                errors = one(key, value, dtype, each, gate, everywhere, transposed)
             except Exception:
                 lines.append(f"FAIL  {title}: {traceback.format_exc(limit=-3)}")
                 continue
@@ -82,7 +82,9 @@ def check(key: int, value: int, dtype: torch.dtype, kind: str) -> list[str]:
     return lines
 
 
-def one(key: int, value: int, dtype: torch.dtype, kind: str, gate: str, everywhere: bool) -> dict[str, float]:
+def one(
+    key: int, value: int, dtype: torch.dtype, kind: str, gate: str, everywhere: bool, transposed: bool = False
+) -> dict[str, float]:
     """The largest difference of each result, of its largest element."""
     from zeco_compile.kernels import fused
 
@@ -112,6 +114,11 @@ def one(key: int, value: int, dtype: torch.dtype, kind: str, gate: str, everywhe
         rising = -(0.5 + noise) * (size if kind == "head" else size.unsqueeze(-1))
         mixed = torch.where(noise < 0.1, -40.0, slow)
         g = {"slow": slow, "strong": slow - 7, "mixed": mixed, "rising": rising}[gate]
+    if transposed:  # as a convolution over the tokens leaves them
+        q, k, v, do, *gates = (
+            x.movedim(1, -1).contiguous().movedim(-1, 1) for x in (q, k, v, do, *([] if g is None else [g]))
+        )
+        g = gates[0] if gates else None
     scale = key**-0.5
     leaves = [None if x is None else x.double().requires_grad_() for x in (q, k, v, g, state)]
     truth = recurrent_gated_linear_attention(
