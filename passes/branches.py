@@ -6,14 +6,12 @@ would have been asked about the whole sequence. An assumption that does not hold
 would not have taken. What holds depends on the length of each call, so `refuse_broken` is called at every one.
 
 Where the trace has a constant length there are no guards, and a second trace is compared with it (second_look.py).
-With one token per rank that cannot show what a slice leaves out; `refuse_constant_slices` looks at the slices then.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -21,12 +19,9 @@ import torch
 from torch import fx
 
 from zeco_compile.passes import torch_private
-from zeco_compile.passes.analysis import Analysis
-from zeco_compile.passes.errors import LengthInValue, UnsupportedOp
+from zeco_compile.passes.errors import LengthInValue
 from zeco_compile.passes.inputs import GraphInput
-from zeco_compile.passes.locations import of_short_frame, user_location
-from zeco_compile.passes.report import op_name
-from zeco_compile.passes.sizes import same_size, size_of
+from zeco_compile.passes.locations import of_short_frame
 
 
 @dataclass(frozen=True)
@@ -59,6 +54,11 @@ class Assumptions:
         broken = self.broken(whole_length)
         if broken is not None and all(each.broken(whole_length) for each in self.equal):
             raise self.refusal(broken, whole_length)
+
+    def until_now(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Assumptions:
+        """With what has been taken for granted of the same symbols since, by the passes too."""
+        mode, _ = torch_private.fake_inputs(gm, example_inputs)
+        return replace(self, found=_found(mode, set(self.lengths)))
 
     @staticmethod
     def refusal(broken: Assumption, whole_length: int) -> LengthInValue:
@@ -94,83 +94,12 @@ def assumptions(
                     lengths.add(symbol)
                 else:
                     others[symbol] = int(value)
-    found = tuple(
+    return Assumptions(_found(mode, lengths), tuple(lengths), others)
+
+
+def _found(mode: Any, lengths: Set[Any]) -> tuple[Assumption, ...]:
+    return tuple(
         Assumption(expression, source)
         for expression, source in torch_private.shape_guards(mode)
         if expression.free_symbols & lengths
     )
-    return Assumptions(found, tuple(lengths), others)
-
-
-def refuse_constant_slices(analysis: Analysis) -> None:
-    """Raises UnsupportedOp for `x[:, :8]` along the sequence where the slice has no more rows than that.
-
-    Such a slice takes all rows here, so that no op is left of it in the graph, and fewer from the whole
-    sequence. A constant that is just the length may have been written as the length; that cannot be seen, so
-    it is refused.
-    """
-    for user_node in analysis.gm.graph.nodes:
-        for source, dim, bounds in _slices(user_node):
-            if not any(isinstance(b, int) and b not in (0, _END) for b in bounds):
-                continue
-            values = analysis.shadow.tensors_read(user_node, source)
-            made = analysis.shadow.tensors_made(user_node)
-            if not values or not made or dim not in analysis.track.sequence_dims(values[0]):
-                continue
-            before, after = (size_of(n.meta["val"].numel()) for n in (values[0], made[0]))
-            if not same_size(before, after):
-                continue
-            raise UnsupportedOp(
-                op_name(user_node),
-                location=user_location(user_node),
-                why="it takes a constant number of rows along the sequence, and this rank's slice has no more: of "
-                "the whole sequence it may be a part.",
-                hints=[
-                    "leave it out if it means all rows; x.shape[1] itself is a constant in a loop over the length"
-                ],
-                node=str(user_node),
-            )
-
-
-def writes_constant_rows(analysis: Analysis, user_node: fx.Node) -> bool:
-    """`y[:, -2:] = v`, a constant number of rows along the sequence: of one token they are all there are."""
-    return user_node.target is operator.setitem and any(
-        any(isinstance(b, int) and b not in (0, _END) for b in bounds)
-        and any(
-            dim in analysis.track.sequence_dims(n) for n in analysis.shadow.tensors_read(user_node, source)
-        )
-        for source, dim, bounds in _slices(user_node)
-    )
-
-
-_END = 2**63 - 1
-
-
-def _slices(node: fx.Node) -> Iterator[tuple[fx.Node, int, tuple[Any, Any]]]:
-    """(tensor, dimension, (start, end)) of each slice that a node takes."""
-    if node.target in (operator.getitem, operator.setitem, "narrow", torch.narrow):
-        source, *rest = node.args
-        if not isinstance(source, fx.Node) or not isinstance(source.meta.get("example_value"), torch.Tensor):
-            return
-        if node.target not in (operator.getitem, operator.setitem):
-            given: dict[str, Any] = dict(zip(("dim", "start", "length"), rest, strict=False)) | dict(
-                node.kwargs
-            )
-            yield (
-                source,
-                int(given["dim"]) % source.meta["example_value"].dim(),
-                (given["start"], given["length"]),
-            )
-            return
-        index = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
-        total = source.meta["example_value"].dim()
-        taken = sum(each is not None and each is not Ellipsis for each in index)
-        dim = 0
-        for each in index:
-            if each is Ellipsis:
-                dim += total - taken
-            elif isinstance(each, slice):
-                yield source, dim, (each.start, each.stop)
-                dim += 1
-            elif each is not None:
-                dim += 1

@@ -95,8 +95,6 @@ def _sdpa(analysis: Analysis, user_node: fx.Node) -> Plan:
         raise _Unfit("a causal mask against keys that are no positions")
     mask = given.get("attn_mask")
     if mask is not None:
-        if analysis.length == 1:
-            raise _Unfit("with one token per rank it does not show which axis of the mask is the sequence")
         node = _is_value(analysis.shadow.reads.get((user_node, mask)))
         dims = analysis.track.sequence_dims(node)
         count = node.meta["val"].dim()
@@ -131,8 +129,8 @@ def _numbers(emit: Emit, count: Any, like: fx.Node, offset: Any = 0) -> fx.Node:
 
 def _written_out(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     output = single_output(analysis, user_node)
-    if output is None or analysis.length == 1:
-        return None  # with one token per rank it does not show which axes are the sequence
+    if output is None:
+        return None
     if len(analysis.track.sequence_dims(output)) != 1 or analysis.is_window(output):
         return None
     if not _has_softmax(analysis, output):

@@ -256,7 +256,7 @@ def rolled(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     count, forwards = abs(shifts[0]), shifts[0] > 0
     if not isinstance(read, fx.Node) or analysis.shadow.reads.get((user_node, read)) is not source:
         return None
-    if not 0 < count <= analysis.real_length:
+    if not 0 < count <= source.meta["val"].shape[dim]:  # a guard, where that is a symbol
         return None
 
     def apply(ranks: Ranks) -> None:

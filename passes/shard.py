@@ -161,8 +161,6 @@ def _why(
         what = "its result has two axes along the sequence, a value for each pair of positions"
     elif analysis.is_misaligned(node):
         what = "it combines rows of the sequence with rows at other positions"
-    elif analysis.is_table_lookup(node) and analysis.length == 1:
-        what = "with one token per rank it cannot be told whether it reads the first row or the row of each position"
     elif analysis.is_table_lookup(node):
         what = "it reads rows by position from a tensor that is whole on every rank, in a way that is not followed"
     else:

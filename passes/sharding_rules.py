@@ -225,8 +225,6 @@ def _table_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         return None
     (node,) = lookups
     table = operand(node, 0)
-    if analysis.length == 1:
-        return None  # table[:T] and table[:1] look alike, and mean different rows
     if user_node.target not in (operator.getitem, torch.narrow, "narrow"):
         return None
     if not user_node.args or not isinstance(user_node.args[0], fx.Node):
@@ -296,7 +294,7 @@ def _rows_of_all(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     output, source = single_output(analysis, user_node), operand(node, 0)
     if output is None or row_dim(analysis, source) is None or not _is_taken_from(output, node):
         return None
-    if analysis.track.sequence_dims(output) or analysis.length == 1:
+    if analysis.track.sequence_dims(output):
         return None
     if node.target is aten.slice.Tensor and kinds(analysis, node) != {"rows"}:
         return None
@@ -403,7 +401,7 @@ def _written_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     if not mixing or mixing[-1].target not in (aten.select_scatter.default, aten.slice_scatter.default):
         return None
     *reads, node = mixing
-    if kinds(analysis, node) != {"scatter"} or analysis.length == 1:
+    if kinds(analysis, node) != {"scatter"}:
         return None
     into, rows = operand(node, 0), operand(node, 1)
     read = (aten.select.int, aten.slice.Tensor)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
+import sympy
 import torch
 import torch._dynamo
 from torch import fx
@@ -405,6 +406,29 @@ def with_constant_sizes(
     constant_gm = fx.GraphModule(gm, graph)
     constant_gm.meta.update(gm.meta)
     return constant_gm, kept, inputs
+
+
+def with_numbers(gm: fx.GraphModule, symbols: Mapping[Any, int]) -> tuple[fx.GraphModule, list[int]]:
+    """`gm` without the sizes among its inputs, which become the numbers that `symbols` gives them; and which inputs
+    are left."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    kept = []
+    for index, node in enumerate([node for node in graph.nodes if node.op == "placeholder"]):
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.SymInt):
+            kept.append(index)
+            continue
+        _put_in_place_of(node, constant_size(value, symbols))
+        graph.erase_node(node)
+    return fx.GraphModule(gm, graph), kept
+
+
+def constant_size(size: Any, symbols: Mapping[Any, int]) -> int:
+    """A size, with these numbers for its symbols."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return int(size.node.expr.xreplace({symbol: sympy.Integer(n) for symbol, n in symbols.items()}))
 
 
 def _put_in_place_of(node: fx.Node, number: int) -> None:

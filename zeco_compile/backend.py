@@ -4,6 +4,7 @@
       -> settings            what the user asked for, checked                            settings.py
       -> refusals            graph breaks, the last recompilation before eager           guards.py
       -> symbolic length     a second trace, in which the length is no constant          passes/length.py
+                             of one token a rank: a trace of a few, made for one        one_token.py
       -> rewrite             regions become one operator, other ops get what they need   rewrite.py
       -> second look         is it the same program for a longer sequence?               second_look.py
       -> agreement           all ranks found and decided the same                        lowering/agreement.py
@@ -24,7 +25,7 @@ from typing import Any
 
 from torch import fx
 
-from zeco_compile import guards, rewrite, substitutes
+from zeco_compile import guards, one_token, rewrite, substitutes
 from zeco_compile.codegen import generate
 from zeco_compile.debug import DebugDump
 from zeco_compile.frames import roomy
@@ -83,8 +84,15 @@ def zeco(
             dump.graph("user_graph", gm)
             ranks = rewrite.ranks_of(settings)
             operations = rewrite.operations(gm)
+            how = partial(rewrite.rewrite, settings=settings, ranks=ranks, report=report, dump=dump)
+            decided_on = None
             try:
-                rewritten = rewrite.rewrite(gm, example_inputs, settings, ranks, report, dump, assumed)
+                if settings.world_size > 1 and one_token.is_one_token(inputs, example_inputs):
+                    decided_on = one_token.decide(gm, inputs, example_inputs, settings, how)
+                    rewritten, assumed = decided_on.rewritten, decided_on.assumed
+                    one_token.correct(report)
+                else:
+                    rewritten = how(gm, example_inputs, assumed=assumed)
             except (ZecoError, RecursionError):
                 request_constant_sizes(gm, inputs, example_inputs)
                 raise
@@ -97,7 +105,11 @@ def zeco(
             if ranks.world_size > 1 and report.regions:
                 wire = wire_of(settings.group, first_device(example_inputs))
                 rewrite.report_scans(report, settings, ranks, links.of_group(settings.group), wire)
-            fixed, kept, left = fix_length(gm, inputs, example_inputs, partial(all_agree, settings.group))
+            if decided_on is not None:
+                fixed, kept = decided_on.gm, decided_on.kept
+                left = [example_inputs[index] for index in kept]
+            else:
+                fixed, kept, left = fix_length(gm, inputs, example_inputs, partial(all_agree, settings.group))
             compiled = generate(fixed, left, settings)
         keep(report)
         return guards.checked(

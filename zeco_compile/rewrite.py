@@ -39,7 +39,7 @@ from zeco_compile.passes import (
     verify,
 )
 from zeco_compile.passes.analysis import Analysis, analyse
-from zeco_compile.passes.branches import Assumptions, assumptions, refuse_constant_slices
+from zeco_compile.passes.branches import Assumptions, assumptions
 from zeco_compile.passes.errors import LengthInValue
 from zeco_compile.passes.inputs import graph_inputs
 from zeco_compile.passes.masks import Buffer
@@ -120,9 +120,6 @@ def rewrite(
     whole = first.real_length * ranks.world_size
     broken = assumed.broken(whole) if ranks.world_size > 1 else None
     if ranks.world_size > 1:
-        if first.length == 1:
-            refuse_constant_slices(first)
-            work.look = _second_look(work, second_look.user_steps(gm, first), first.length, assumed_there)
         passes += [
             ("running_sums", _running_sums),
             closing,
@@ -169,8 +166,6 @@ def _second_look(
         checkpoints.inline_checkpoints(gm)
         inputs = graph_inputs(gm, example_inputs, work.settings.seq_dim)
         assumed.append(assumptions(gm, inputs, example_inputs))
-        if length == 1:
-            return second_look.user_steps(gm, analyse(gm, example_inputs, work.settings.seq_dim))
         again = replace(
             work,
             gm=gm,

@@ -1,7 +1,7 @@
 """A second look at a model whose trace is one of this length: is it the same program for a longer sequence?
 
 Dynamo traces the length as a symbol where it can, and then every number shows what it was computed from. It cannot
-where the code loops over the length, takes `math.log` of it, or has one token per rank. Then a number in the graph
+where the code loops over the length or takes `math.log` of it. Then a number in the graph
 may be the length of the slice, a step may be special (`if t == 0`, `t % 64 == 0`), and nothing shows it. And a trace
 with a symbol may have taken a way that the whole sequence would not have taken (`if T % chunk: pad`). So the
 user's function is traced once more, on longer inputs, and both traces are compared: what differs depends on the
@@ -26,11 +26,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from zeco_compile import torch_private
+from zeco_compile import another_length
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis
-from zeco_compile.passes.branches import writes_constant_rows
-from zeco_compile.passes.errors import CompileError, LengthInValue
-from zeco_compile.passes.inputs import MARK, graph_inputs
+from zeco_compile.passes.errors import LengthInValue
+from zeco_compile.passes.inputs import GraphInput, graph_inputs
 from zeco_compile.passes.length import ARITHMETIC, BOUNDS, VALUES
 from zeco_compile.passes.locations import Location, user_location
 from zeco_compile.passes.report import Decision, op_name
@@ -38,7 +37,6 @@ from zeco_compile.passes.schema import argument, operand
 from zeco_compile.passes.torch_private import (
     is_argument,
     is_autograd_function,
-    mark_weakly_dynamic,
     source_name,
 )
 
@@ -195,35 +193,11 @@ def _elsewhere(analysis: Analysis, node: fx.Node) -> Iterator[str]:
             yield from (f"at {each}" for each in node.args[2:][:count])
 
 
-def user_steps(gm: fx.GraphModule, analysis: Analysis | None = None) -> list[Step]:
-    """The ops of Dynamo's own graph, with the numbers that are values: no sizes, dimensions and positions; where there
-    is an `analysis` of it, with the sizes of what they make."""
+def user_steps(gm: fx.GraphModule) -> list[Step]:
+    """The ops of Dynamo's own graph, with the numbers that are values: no sizes, dimensions and positions."""
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
-    own = [
-        Step(op_name(n), tuple(_values(n)), user_location(n), _sizes_made(analysis, n), _inputs(n))
-        for n in calls
-    ]
+    own = [Step(op_name(n), tuple(_values(n)), user_location(n), reads=_inputs(n)) for n in calls]
     return [*own, *_backwards(gm)]
-
-
-_ROWS = "rows of the sequence"
-
-
-def _sizes_made(analysis: Analysis | None, user_node: fx.Node) -> tuple[str, ...]:
-    """The sizes of what an op makes, but for those along the sequence: `x.reshape(B, T * D)` has them all of one token.
-    What has one row may be of one token, too."""
-    if analysis is None:
-        return ()
-    if writes_constant_rows(analysis, user_node):
-        return (_ROWS,)
-    made = [n for n in analysis.shadow.tensors_made(user_node) if isinstance(n.meta.get("val"), torch.Tensor)]
-    return tuple(
-        "x".join(
-            "*" if dim in analysis.track.sequence_dims(node) or size == 1 else str(size)
-            for dim, size in enumerate(node.meta["val"].shape)
-        )
-        for node in made
-    )
 
 
 def _inputs(node: fx.Node) -> tuple[str, ...]:
@@ -344,52 +318,40 @@ class SecondLook:
     @cached_property
     def second(self) -> list[Step]:
         """The steps of the other trace. Raises LengthInValue where there is none."""
-        self.length, self.longer, replaced = _longer(
-            self.gm, self.example_inputs, self.seq_dim, self.world_size, self.symbolic
-        )
+        inputs = graph_inputs(self.gm, self.example_inputs, self.seq_dim)
+        self.length, self.longer = self._lengths(inputs)
         found: list[list[Step]] = []
-        failed: list[Exception] = []
-
-        def lengthened(value: Any) -> Any:
-            return replaced.get(id(value), value)
-
-        def look(other: fx.GraphModule, others: Sequence[Any]) -> Callable[..., Any]:
-            try:
-                found.append(self.steps(other, others))
-            except Exception as error:
-                failed.append(error)
-            raise _Seen()
-
-        try:
-            torch_private.root_frame().compile(
-                lambda tree: pytree.tree_map_only(torch.Tensor, lengthened, tree), look
-            )
-        except _Seen:
-            pass
-        except Exception as error:
-            failed.append(error)
-        if failed:
+        failed = another_length.look_at(
+            another_length.longer_inputs(inputs, self.example_inputs, self.longer, symbolic=self.symbolic),
+            lambda other, others: found.append(self.steps(other, others)),
+        )
+        if failed is not None:
             raise LengthInValue(
                 f"{self.length} (the tokens of this rank's slice)",
-                location=_where(self.gm),
+                location=another_length.first_location(self.gm),
                 why="the code fixes the length to a constant, so it was traced once more, on inputs of "
-                f"{self.longer} tokens, to see what depends on it. That failed: {type(failed[0]).__name__}: "
-                f"{failed[0]}",
-            ) from failed[0]
+                f"{self.longer} tokens, to see what depends on it. That failed: {type(failed).__name__}: "
+                f"{failed}",
+            ) from failed
         if not found:
             raise LengthInValue(
                 f"{self.length} (the tokens of this rank's slice)",
-                location=_where(self.gm),
+                location=another_length.first_location(self.gm),
                 why="the code fixes the length to a constant, and cannot be traced for another one.",
             )
         return found[0]
 
+    def _lengths(self, inputs: Sequence[GraphInput]) -> tuple[int, int]:
+        """The length, and the longer one to look at."""
+        each = next(each for each in inputs if each.along is not None)
+        length: int = self.example_inputs[each.index].shape[each.along]
+        nodes = len(self.gm.graph.nodes)
+        unrolled = nodes >= 2 * length and not self.symbolic
+        return length, length * (2 if unrolled and nodes * self.world_size > _MOST_NODES else self.world_size)
+
     def compare(self) -> None:
         """Raises LengthInValue where the user's function, traced on a longer sequence, is another program."""
         second = self.second
-        if self.length == 1:
-            _compare_kinds(self.first, second, self.longer)
-            return
         # Masks that have been made for the whole sequence (passes/keys.py) are there no more: of what size they were
         # is of no consequence.
         there = set(self.gm.graph.nodes)
@@ -410,7 +372,7 @@ class SecondLook:
 
         Such a value is the unsharded model's on every rank; so what is computed of it is, with that model's numbers.
         """
-        if self.length == 1 or len(self.second) != len(self.first) or not self._is_whole:
+        if len(self.second) != len(self.first) or not self._is_whole:
             return []
         there, groups = set(self.gm.graph.nodes), Counter(step.user_node for step in self.first)
         taken = []
@@ -454,45 +416,6 @@ class SecondLook:
         return other if other is not None and other.target is node.target else None
 
 
-class _Seen(CompileError):
-    """Ends the second compilation: the trace has been seen."""
-
-    def __init__(self) -> None:
-        super().__init__("the graph has been seen, and will not be run.")
-
-
-def _longer(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int, world_size: int, symbolic: bool
-) -> tuple[int, int, dict[int, torch.Tensor]]:
-    """The length, a longer one, and the inputs of that length by the identity of those given."""
-    replaced: dict[int, torch.Tensor] = {}
-    length = longer = 0
-    for each in graph_inputs(gm, example_inputs, seq_dim):
-        if each.along is None:
-            continue
-        tensor = example_inputs[each.index]
-        length = tensor.shape[each.along]
-        nodes = len(gm.graph.nodes)
-        unrolled = nodes >= 2 * length
-        longer = length * (
-            2 if unrolled and not symbolic and nodes * world_size > _MOST_NODES else world_size
-        )
-        rows = torch.arange(longer, device=tensor.device) % length
-        with torch.no_grad():
-            other = tensor.detach().index_select(each.along, rows)
-        if hasattr(tensor, MARK):
-            setattr(other, MARK, getattr(tensor, MARK))
-        if symbolic:
-            mark_weakly_dynamic(other, each.along)
-        replaced[id(tensor)] = other.requires_grad_(tensor.requires_grad)
-    return length, longer, replaced
-
-
-def _where(gm: fx.GraphModule) -> Location:
-    calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
-    return user_location(calls[0] if calls else None)
-
-
 def _compare(first: Sequence[Step], second: Sequence[Step], length: int, longer: int) -> None:
     """Op by op: what is left of a loop that was understood is the same whatever its length."""
     for one, other in zip(first, second, strict=False):
@@ -510,22 +433,12 @@ def _told_apart(one: Step, other: Step) -> tuple[str, str]:
     return tuple(f"{each} of {', '.join(each.reads)}" for each in (one, other))  # type: ignore[return-value]
 
 
-def _compare_kinds(first: Sequence[Step], second: Sequence[Step], longer: int) -> None:
-    """With one token, the body of a loop is there once: with more, each of its ops is there as often as tokens are,
-    and every other op as often as before. What writes certain rows is right only as a part of such a body."""
-    ones, others = Counter(first), Counter(second)
-    for step in (*ones, *others):
-        before, after = ones[step], others[step]
-        if after != before * longer and (after != before or _ROWS in step.along):
-            _refuse(step, f"{step}, {before} time(s)", f"{after} time(s)", 1, longer)
-
-
 def _refuse(step: Step, before: str, after: str, length: int, longer: int) -> None:
     raise LengthInValue(
         f"{before}, which is {after} for {longer} tokens instead of {length},",
         location=step.location,
         why="the code is another program for a longer sequence, and what a slice has to compute for the whole one "
-        "cannot be seen: the length is a constant here (a loop over it, a function of it, or one token per rank).",
+        "cannot be seen: the length is a constant here (a loop over it, or a function of it).",
         hints=[
             "do not compute with the length, or with the number of a step, beside a loop over the sequence",
             "give each rank more tokens, if the model treats some of the first ones in another way, or whole chunks, "

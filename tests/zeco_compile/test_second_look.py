@@ -91,20 +91,6 @@ def test_special_step_is_refused(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x / x.shape[1],
-        lambda x: x * math.log(x.shape[1] + 1),
-        lambda x: x * torch.arange(x.shape[1], 0, -1, dtype=x.dtype)[:, None],
-    ],
-)
-def test_one_token_per_rank(function: Callable[[Tensor], Tensor]) -> None:
-    """The length is one, and so are many other numbers."""
-    inputs = lambda: torch.randn(2, 3, 4, dtype=torch.float64)  # noqa: E731
-    assert_refused(lambda: function, inputs, world_size=3, error=LengthInValue, match="3 tokens instead of 1")
-
-
 @pytest.mark.parametrize("length", [4, 9])
 def test_numbers_that_look_like_the_length_are_no_harm(length: int) -> None:
     """4 = T, 9 = T, 3 = sqrt(T), 2 = sqrt(T) = T / 2, as scales, widths and exponents."""
