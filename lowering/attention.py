@@ -23,6 +23,7 @@ tensors; their graphs do not depend on the rank.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zeco_compile.kernels import chunked
@@ -470,6 +471,13 @@ def _gated_linear_attention(
     arguments = (scale, output_final_state, all_scan.check_schedule(schedule), blocks, group)
     if not is_fused(q, k, v, g):
         return _GatedLinearAttention.apply(q, k, v, g, initial_state, *arguments)
+    if v.shape[3] == 1:
+        # Triton 3.6 makes wrong code of tiles with a single column, where their stride happens to be that of the rows
+        padded = None if initial_state is None else F.pad(initial_state, (0, 1))
+        o, final_state = _gated_linear_attention(
+            q, k, F.pad(v, (0, 1)), g, scale, padded, output_final_state, schedule, blocks, group
+        )
+        return o[..., :1], final_state[..., :1]
     inputs = (q, k, v, g, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     return _FusedGatedLinearAttention.apply(*inputs, *arguments, save)
