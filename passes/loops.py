@@ -78,10 +78,10 @@ def lift_steps(analysis: Analysis, decisions: list[Decision]) -> int:
     if not isinstance(analysis.length, int) or analysis.length < 2:
         return 0
     plain = _plainly_run(analysis)
-    families, touched = _find(analysis, plain)
-    if not families:
+    found, touched = _find(analysis, plain)
+    if not found:
         return 0
-    emitter = _Emitter(analysis, families, touched, plain, decisions)
+    emitter = _Emitter(analysis, found, touched, plain, decisions)
     moved = emitter.unmask() + emitter.lift() + emitter.sink()
     emitter.sweep()
     return moved
@@ -93,8 +93,8 @@ def lift_steps(analysis: Analysis, decisions: list[Decision]) -> int:
 def _find(
     analysis: Analysis, plain: Callable[[fx.Node], bool]
 ) -> tuple[dict[fx.Node, _Family], set[fx.Node]]:
-    """The complete families: nodes of the shadow -> the family whose step they are; and all that is computed from a
-    row, in whatever way."""
+    """The families of all steps, or of all but the last: nodes of the shadow -> the family whose step they are; and all
+    that is computed from a row, in whatever way."""
     length = analysis.length
     known: dict[Any, _Family] = {}
     of: dict[fx.Node, tuple[_Family, int]] = {}
@@ -145,7 +145,8 @@ def _find(
         family = known.setdefault(key, made)
         family.steps.setdefault(t, []).append(node)
         of[node] = family, t
-    return {n: f for n, (f, _) in of.items() if len(f.steps) == length}, touched
+    # Where a step reads the state before it writes, nobody reads what the last one would have written.
+    return {n: f for n, (f, _) in of.items() if set(f.steps) >= set(range(max(2, length - 1)))}, touched
 
 
 def _plainly_run(analysis: Analysis) -> Callable[[fx.Node], bool]:
@@ -252,12 +253,15 @@ class _Emitter:
     def __init__(
         self,
         analysis: Analysis,
-        family_of: dict[fx.Node, _Family],
+        found: dict[fx.Node, _Family],
         touched: set[fx.Node],
         plain: Callable[[fx.Node], bool],
         decisions: list[Decision],
     ) -> None:
-        self.analysis, self.family_of, self.decisions = analysis, family_of, decisions
+        self.analysis, self.decisions = analysis, decisions
+        self.found = found
+        self.family_of = {n: f for n, f in found.items() if len(f.steps) == analysis.length}
+        """The complete ones."""
         self.touched, self.plain = touched, plain
         self.shadow, self.graph = analysis.shadow, analysis.gm.graph
         self.order = {node: i for i, node in enumerate(self.graph.nodes)}
@@ -266,7 +270,7 @@ class _Emitter:
         for (user, read), value in self.shadow.reads.items():
             if isinstance(value, fx.Node):
                 self.reads.setdefault(value, []).append((user, read))
-        self.largest = max((_elements(f.node) for f in family_of.values()), default=0)
+        self.largest = max((_elements(f.node) for f in self.family_of.values()), default=0)
         self.position = {node: i for i, node in enumerate(self.shadow.graph.nodes)}
         self.held: dict[int, dict[fx.Node, fx.Node]] = {}
         self.wholes: dict[_Family, Any] = {}
@@ -354,7 +358,7 @@ class _Emitter:
     def lift(self) -> int:
         """Computes what the steps compute from their own tokens for all tokens, and gives each step its row."""
         moved = 0
-        for family in dict.fromkeys(self.family_of.values()):
+        for family in dict.fromkeys(self.found.values()):
             # Who writes into what it reads needs a value of its own, and keeps it.
             readers = [
                 (user, read, t)
@@ -406,7 +410,7 @@ class _Emitter:
 
     def leaf(self, leaf: fx.Node, at: _Place) -> _Whole | fx.Node:
         """An operand: of all tokens, or the one of all steps."""
-        return self.whole(self.family_of[leaf]) if leaf in self.family_of else self.outer(leaf, at)
+        return self.whole(self.found[leaf]) if leaf in self.found else self.outer(leaf, at)
 
     def holders(self, index: int) -> dict[fx.Node, fx.Node]:
         if index not in self.held:
@@ -506,17 +510,19 @@ class _Emitter:
         """Backwards from what is put together: the places where all that a step still does depends on one value."""
         cuts = [_Cut([], [steps])]
         links: list[fx.Node] = []
-        open_ = {steps[0]: steps}  # values to be explained, by that of step 0
+        open_ = {
+            steps[-1]: steps
+        }  # values to be explained, by that of the last step: at first two may be one
         while True:
-            first = max(open_, key=self.position.__getitem__)
-            values = open_.pop(first)
+            last = max(open_, key=self.position.__getitem__)
+            values = open_.pop(last)
             operands_ = None if self._carried(values) else self._operands(values)
             if operands_ is None:
                 return cuts
-            if any(open_.get(each[0], each) != each for each in operands_):
-                return cuts  # two that are one in step 0 only
-            links.append(first)
-            open_.update({each[0]: each for each in operands_})
+            if any(open_.get(each[-1], each) != each for each in operands_):
+                return cuts  # two that are one in the last step only
+            links.append(last)
+            open_.update({each[-1]: each for each in operands_})
             if len(open_) == 1:
                 cuts.append(_Cut(list(links), list(open_.values())))
 
@@ -524,10 +530,10 @@ class _Emitter:
         """A place behind several values that were read out of states, or are states that are no larger than a token: a
         numerator and its denominator."""
         links: list[fx.Node] = []
-        open_, read_out = {steps[0]: steps}, []
+        open_, read_out = {steps[-1]: steps}, []
         while open_:
             values = open_.pop(max(open_, key=self.position.__getitem__))
-            source = values[0]
+            source = values[-1]
             while source.target in _VIEWS and isinstance(source.args[0], fx.Node):
                 source = source.args[0]
             carried = self._carried(values)
@@ -536,18 +542,18 @@ class _Emitter:
                 read_out.append(values)
                 continue
             operands_ = None if carried else self._operands(values)
-            if operands_ is None or any(open_.get(each[0], each) != each for each in operands_):
+            if operands_ is None or any(open_.get(each[-1], each) != each for each in operands_):
                 return None
-            links.append(values[0])
-            open_.update({each[0]: each for each in operands_})
+            links.append(values[-1])
+            open_.update({each[-1]: each for each in operands_})
         if not 1 < len(read_out) <= _MOST_READOUTS:
             return None
         return _Cut(links, read_out, [[held[each] for each in values] for values in read_out])
 
     def _operands(self, now: list[fx.Node]) -> list[list[fx.Node]] | None:
         """The operands that the steps' own families do not explain, for all steps, if all compute `now` alike."""
-        first = now[0]
-        if any(n.op != "call_function" or n.target is not first.target or n in self.family_of for n in now):
+        last = now[-1]
+        if any(n.op != "call_function" or n.target is not last.target or n in self.family_of for n in now):
             return None
         flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in now]
         if any(spec != flat[0][1] for _, spec in flat) or not all(map(self.plain, now)):
@@ -556,15 +562,15 @@ class _Emitter:
         for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
             if all(isinstance(leaf, fx.Node) for leaf in leaves):
                 values = list(leaves)
-                if not self._explained(values) and late.setdefault(values[0], values) != values:
+                if not self._explained(values) and late.setdefault(values[-1], values) != values:
                     return None
             elif any(repr(leaf) != repr(leaves[0]) for leaf in leaves):
                 return None
-        beside = [(n, self.family_of[n].own) for n in first.all_input_nodes if n in self.family_of]
+        beside = [(n, self.family_of[n].own) for n in last.all_input_nodes if n in self.family_of]
         given = [(n, _elements(n)) for n in late]
         if any(n in self.family_of for n in late):
             return None  # a value of another step
-        if not late or _own_elements(first, [*given, *beside]) is None:
+        if not late or _own_elements(last, [*given, *beside]) is None:
             return None
         return list(late.values())
 
@@ -619,10 +625,10 @@ class _Emitter:
         with self.graph.inserting_before(at.before), self.fake_mode:
             for values, holders in zip(cut.values, cut.holders, strict=True):
                 stacked = self.call(end, torch.stack, holders, 0)
-                known[values[0]] = _Whole(stacked, torch.stack([each.meta["val"] for each in values], 0))
+                known[values[-1]] = _Whole(stacked, torch.stack([each.meta["val"] for each in values], 0))
         for link in reversed(cut.links):
             known[link] = self.batched(link, lambda n: known[n] if n in known else self.leaf(n, at), at)
-        made = known[collected.steps[0]].value
+        made = known[collected.steps[-1]].value
         with self.graph.inserting_before(at.before):
             if collected.keeps_dim:
                 made = self.call(end, aten.squeeze.dim, made, collected.dim + 1)
@@ -791,8 +797,8 @@ def _same_shape(one: fx.Node, other: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Cut:
-    """`links` are the ops of step 0 that lead from `values` to what is put together, nearest to it first; each of
-    `values` are one value of all steps, in the user's graph `holders`."""
+    """`links` are the ops of the last step that lead from `values` to what is put together, nearest to it first; each
+    of `values` are one value of all steps, in the user's graph `holders`."""
 
     links: list[fx.Node]
     values: list[list[fx.Node]]

@@ -28,24 +28,26 @@ from zeco_compile.passes.axes import Atom
 from zeco_compile.passes.checkpoints import keep_if_any
 from zeco_compile.passes.layout import Canonical, CanonicalAxes, GraphOperations, arrange, disarrange
 from zeco_compile.passes.length import depends_on
-from zeco_compile.passes.locations import user_location
-from zeco_compile.passes.modes import reason_against
+from zeco_compile.passes.locations import expression, user_location
+from zeco_compile.passes.modes import modes, reason_against
 from zeco_compile.passes.region import (
     INSIDE,
     CannotEvaluate,
     Region,
     Sizes,
     carrying,
+    carrying_beyond,
     cut_region,
     largest_constant,
     piecewise,
     rounds,
+    same_value,
     tolerance,
     with_common_sources,
     with_taken_buffers,
 )
 from zeco_compile.passes.report import Region as RegionReport
-from zeco_compile.passes.report import Role
+from zeco_compile.passes.report import Role, op_name
 from zeco_compile.passes.roles import (
     GATE_FORMS,
     GateForm,
@@ -204,7 +206,7 @@ def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tup
     end = analysis.shadow.origin[region.output]
     if (against := reason_against(analysis, region.interior, end)) is not None:
         return None, against
-    analysis = analysis.of_region(region.inputs, region.interior)
+    whole, analysis = analysis, analysis.of_region(region.inputs, region.interior)
     if not _has_all_rows(analysis, region.output):
         return None, "by itself it does not show which rows of its result belong to which positions"
     rounded = _rounded_inside(region, analysis)
@@ -214,7 +216,7 @@ def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tup
             "is float64: what the code rounds on the way would not be rounded in the operator"
         )
     reason = "no way to read its inputs as q, k, v and a gate fits the recurrence"
-    variants = [region]
+    variants = [(region, analysis)]
     if piecewise(region, analysis):
         try:
             if analysis.length > 2:
@@ -222,8 +224,14 @@ def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tup
                 next(find_roles(region, analysis, _affordable(region, analysis, analysis.length)), None)
         except (NotLinearAttention, CannotEvaluate) as why:
             return None, str(why)
-        variants = [*carrying(region, analysis), region]
-    for variant in variants:
+        beyond = [
+            (each, whole.of_region(each.inputs, each.interior))
+            for each in carrying_beyond(region, whole)
+            if reason_against(whole, each.interior, end) is None
+        ]
+        inside = [(each, analysis) for each in carrying(region, analysis)]
+        variants = [*beyond, *inside, (region, analysis)]
+    for variant, analysis in variants:
         try:
             first, *rest = _probe_sizes(variant, analysis)
             trials = Trials(variant, analysis)
@@ -446,7 +454,9 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     ]
     if not readers:
         raise NotLinearAttention("nothing reads its result under a name of its own")
-    state_readers, state_scale = _state_readers(analysis, match, order, end), 1.0
+    state_readers, state_scale = _state_readers(analysis, match, order), 1.0
+    place = _place(state_readers, order, end)
+    state_readers = [each for each in state_readers if order[each[0]] > order[place]]
     if state_readers and roles.before is not None:
         raise NotLinearAttention("it reads the state before each write, and returns that after the last one")
     if state_readers:
@@ -466,8 +476,8 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     # What an operator has taken the place of is held by its result, and not under the old name any more.
     held = {
         value: shadow.rewritten.get(value, holder)
-        for value, holder in shadow.holders(order, order[end]).items()
-        if order.get(shadow.rewritten.get(value, holder), len(order)) <= order[end]
+        for value, holder in shadow.holders(order, order[place]).items()
+        if order.get(shadow.rewritten.get(value, holder), len(order)) <= order[place]
     }
     for node in needed:
         if node not in held:
@@ -478,7 +488,7 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     dtype = region.output.meta["val"].dtype
     operand_dtype = _promoted([*roles.q, *roles.k, *roles.v], dtype)
 
-    with graph.inserting_after(end):
+    with graph.inserting_after(place):
         anchor = graph.call_function(aten.sym_size.int, (values[needed[0]], 0))
     with graph.inserting_before(anchor):
         ops = GraphOperations(
@@ -714,7 +724,7 @@ def _emit_write_factor(ops: GraphOperations, name: str, log_decay: fx.Node) -> f
 
 
 def _state_readers(
-    analysis: Analysis, match: Match, order: dict[fx.Node, int], end: fx.Node
+    analysis: Analysis, match: Match, order: dict[fx.Node, int]
 ) -> list[tuple[fx.Node, fx.Node]]:
     """Who reads the state after the last step, other than the region itself."""
     if match.region.final_state is None:
@@ -723,8 +733,21 @@ def _state_readers(
     return [
         (user, argument)
         for (user, argument), read in analysis.shadow.reads.items()
-        if read is match.region.final_state and user not in inside and order.get(user, -1) > order[end]
+        if isinstance(read, fx.Node)
+        and same_value(read) is match.region.final_state
+        and user not in inside
+        and user in order
     ]
+
+
+def _place(readers: list[tuple[fx.Node, fx.Node]], order: dict[fx.Node, int], end: fx.Node) -> fx.Node:
+    """The node of the user's graph behind which the operator goes: the region's end, or in front of the first node
+    that reads the state, if that is earlier and runs in the same mode."""
+    first = min((user for user, _ in readers), key=order.__getitem__, default=end)
+    if order[first] > order[end] or first is end:
+        return end
+    mode_of = modes(end.graph)
+    return first.prev if mode_of[first.prev] == mode_of[first] == mode_of[end] else end
 
 
 def _end(analysis: Analysis, region: Region) -> fx.Node:
@@ -735,6 +758,28 @@ def _end(analysis: Analysis, region: Region) -> fx.Node:
         user is node and read is region.output for (user, _), read in analysis.shadow.reads.items()
     )
     return node.prev if read_by_itself else node
+
+
+def left_behind(analysis: Analysis, match: Match) -> tuple[fx.Node, str] | None:
+    """Once a region has been rewritten: a node of it that others still read, and that is no value of positions by
+    itself, and what to say about it."""
+    inside = set(match.region.user_nodes)
+    for node in analysis.gm.graph.nodes:
+        made = analysis.shadow.tensors_made(node) if node in inside else []
+        others = [user for user in node.users if user not in inside]
+        reader = next((n for n in others if n.op == "output" or analysis.shadow.groups.get(n)), None)
+        if reader is None or not any(analysis.state(each) is State.MIXED for each in made):
+            continue
+        by = (
+            "the model returns it"
+            if reader.op == "output"
+            else f"{expression(reader, op_name(reader))} reads it"
+        )
+        return node, (
+            f"it lies inside of what was, which ends with {expression(_end(analysis, match.region), 'it')}, but "
+            f"{by}, and it was not found to be the state of the recurrence after the last token"
+        )
+    return None
 
 
 def _erase(analysis: Analysis, region: Region) -> None:

@@ -374,9 +374,78 @@ def carrying(region: Region, analysis: Analysis) -> Iterator[Region]:
 _LAST_VALUES = 6
 
 
+def carrying_beyond(region: Region, analysis: Analysis) -> Iterator[Region]:
+    """The region with each state that it carries and that its output does not need any more: what a loop over chunks,
+    or one that reads before it writes, has written last. `analysis` is that of the whole graph.
+
+    Such a value is computed from what the region has, its output excepted, and from nothing else.
+    """
+    track = analysis.track
+    before = {*region.interior, *region.inputs, *region.masks_at} - {region.output}
+    made: dict[fx.Node, None] = {}
+    of_tokens = {node for node in region.inputs if track.sequence_dims(node)}
+    for node in analysis.shadow.graph.nodes:
+        if node.op != "call_function" or node is region.output or node in region.inputs or is_random(node):
+            continue
+        sources = [] if node.target in SHAPED_LIKE else _tensors(node)
+        if node not in before and all(source in before or source in made for source in sources):
+            made[node] = None
+        if (node in before or node in made) and not of_tokens.isdisjoint(sources):
+            of_tokens.add(node)
+    for first in (*region.interior, *region.inputs):
+        given = first in region.inputs
+        if track.sequence_dims(first) or not (given or _makes_zeros(first)):
+            continue
+        if not first.meta["val"].dtype.is_floating_point:
+            continue
+        dims = [track.axes.flat(d) for d in track.dims(first)]
+        following = {first}
+        for node in region.interior:
+            if node is not region.output and not following.isdisjoint(node.all_input_nodes):
+                following.add(node)
+        alike = []
+        for node in made:
+            if following.isdisjoint(node.all_input_nodes):
+                continue
+            following.add(node)
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor) or value.dim() != len(dims) or _is_its_operand(node):
+                continue
+            if node in of_tokens and [track.axes.flat(d) for d in track.dims(node)] == dims:
+                alike.append(node)
+        for last in reversed(alike[:_LAST_VALUES]):
+            needed = {last}
+            for node in reversed(made):
+                if node in needed and node.target not in SHAPED_LIKE:
+                    needed.update(source for source in _tensors(node) if source in made)
+            inside = needed.union(region.interior)
+            ordered = tuple(n for n in analysis.shadow.graph.nodes if n in inside)
+            yield replace(
+                region,
+                interior=ordered,
+                user_nodes=_user_nodes(analysis, ordered),
+                initial_state=first,
+                final_state=last,
+            )
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    return [s for s in node.all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor | list | tuple)]
+
+
+def same_value(node: fx.Node) -> fx.Node:
+    """The value that this one is under another name."""
+    while _is_its_operand(node):
+        node = operand(node, 0)
+    return node
+
+
 def _is_its_operand(node: fx.Node) -> bool:
-    """A value in the shape it has already, as a matmul makes of its operands: under that name nobody else reads it."""
+    """A value in the shape it has already, as a matmul or an einsum makes of its operands."""
     copies = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+    if node.target is aten.permute.default:
+        order = [dim % len(shape(node)) for dim in node.args[1]]  # type: ignore[union-attr, operator]
+        return order == list(range(len(order)))
     if node.target not in (*copies, aten.clone.default):
         return False
     sizes, others = shape(node), shape(operand(node, 0))

@@ -446,7 +446,12 @@ def _moves_row(
     """A row of what `run` computes moves when that of these inputs does."""
     before, after = run(values), run(_with_row(probe, values, nodes, row, factor))
     difference = _rows_of(probe, after - before)[row].abs()
-    return not bool((difference <= TOLERANCE * before.abs().max()).all())
+    size = _rows_of(probe, before)[row].abs().max().clamp(min=_SMALL_ROW * float(before.abs().max()))
+    return not bool((difference <= TOLERANCE * size).all())
+
+
+_SMALL_ROW = 1e-4
+"""A row that is smaller than so much of the largest may be the rounding of what is zero."""
 
 
 def _reads_undecayed(
@@ -724,10 +729,10 @@ def _one_later(x: torch.Tensor) -> torch.Tensor:
 
 def _finite_point(probe: Probe) -> tuple[torch.Tensor, dict[fx.Node, torch.Tensor]]:
     """Values at which the region is finite: gates may want positive numbers, or negative ones. Of those the first at
-    which it is not large here and small there: where a state grows by e^0.6 a token, what the first half of many tokens
-    does is lost in the rounding of the last ones."""
+    which it is not large here and small there, or the nearest to it: where a state grows by e^0.6 a token, what the
+    first of many tokens do is lost in the rounding of the last ones."""
     inputs = probe.region.inputs
-    finite: tuple[torch.Tensor, dict[fx.Node, torch.Tensor]] | None = None
+    calmest: tuple[float, torch.Tensor, dict[fx.Node, torch.Tensor]] | None = None
     signs = [(1,) * len(inputs), (-1,) * len(inputs)]
     free = min(len(inputs), 5)
     signs += [(*some, *([1] * (len(inputs) - free))) for some in itertools.product((1, -1), repeat=free)]
@@ -738,17 +743,23 @@ def _finite_point(probe: Probe) -> tuple[torch.Tensor, dict[fx.Node, torch.Tenso
         }
         base = probe.run(values)
         if bool(torch.isfinite(base).all()):
-            finite = finite or (base, values)
-            if _is_calm(base):
-                return base, values
-    if finite is None:
+            spread = _spread(base)
+            if calmest is None or spread < calmest[0]:
+                calmest = spread, base, values
+            if spread <= _CALM:
+                break
+    if calmest is None:
         raise NotLinearAttention("it is not finite on ordinary values")
-    return finite
+    return calmest[1:]
 
 
-def _is_calm(x: torch.Tensor) -> bool:
+_CALM = 100.0
+
+
+def _spread(x: torch.Tensor) -> float:
+    """How far the largest number is above the middle one."""
     sizes = x.abs()[x != 0]
-    return sizes.numel() == 0 or bool(sizes.max() <= 1e5 * sizes.median())
+    return float(sizes.max() / sizes.median()) if sizes.numel() else 1.0
 
 
 def _is_affine(
@@ -798,8 +809,9 @@ def _moves(probe: Probe, values: dict[fx.Node, torch.Tensor], base: torch.Tensor
     other = from_rows(rows, dims, values[node].shape)
     difference = (probe.run({**values, node: other}) - base).abs()
     (out_dim,) = probe.analysis.track.sequence_dims(probe.region.output)
-    rows = difference.movedim(out_dim, 0).reshape(length, -1).amax(1)
-    changed = {i for i in range(length) if bool(rows[i] > TOLERANCE * base.abs().max())}
+    rows, sizes = (x.movedim(out_dim, 0).reshape(length, -1).amax(1) for x in (difference, base.abs()))
+    sizes = sizes.clamp(min=_SMALL_ROW * float(sizes.max()))
+    changed = set((rows > TOLERANCE * sizes).nonzero().flatten().tolist())
     if not changed:
         return "none"
     if min(changed) < at:

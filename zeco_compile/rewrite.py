@@ -321,6 +321,8 @@ def _by_meaning(work: _Rewriting, analysis: Analysis, record: PassRecord, runnin
         except NotLinearAttention as why:
             work.attempts.append((analysis.shadow.origin[match.region.output], str(why)))
             continue
+        if (left := recognize.left_behind(analysis, match)) is not None:
+            work.attempts.append(left)
         work.report.regions.append(region)
         work.masks.update({mask.index: mask for mask in match.region.masks})
         record.matches += 1
