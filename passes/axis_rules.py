@@ -811,6 +811,11 @@ def flag(track: Tracking, node: fx.Node) -> None:
 _RULES[zeco.log_decay.default] = pointwise
 
 
+@rule(zeco.ranks_before.default)
+def flags_of_ranks(track: Tracking, node: fx.Node) -> None:
+    track.out(node, (track.axes.fresh(shape(node)[0], "gathered"),))
+
+
 @rule(zeco.rows_followed.default)
 def flags_of_rows(track: Tracking, node: fx.Node) -> None:
     track.out(node, (track.dims(operand(node, 0))[argument(node, "dim")],))
