@@ -18,6 +18,7 @@ from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.keys import over_all_keys
 from zeco_compile.passes.locations import expression, user_location
 from zeco_compile.passes.losses import over_windows
+from zeco_compile.passes.neighbours import rows_in_front
 from zeco_compile.passes.plans import Plan, Ranks, settled
 from zeco_compile.passes.report import Communication, Decision, Report, op_name, user_op_name
 from zeco_compile.passes.sharding_rules import plan
@@ -45,13 +46,18 @@ def will_be_handled(analysis: Analysis) -> Callable[[fx.Node], bool]:
 
 
 def will_be_carried(analysis: Analysis) -> Callable[[fx.Node], bool]:
-    """Whether `shard` will make a node right that cumulates along the sequence, or ends what does so backwards.
+    """Whether `shard` will make a node right that cumulates along the sequence, or ends what does so backwards, or puts
+    rows in front of it.
 
     It may be a part of something larger, a cumulative sum of a gate above all: not to be asked before that is found.
     """
     return lambda user_node: (
-        cumulative(analysis, user_node) is not None or cumulative_backwards(analysis, user_node) is not None
+        _carried(analysis, user_node) is not None or cumulative_backwards(analysis, user_node) is not None
     )
+
+
+def _carried(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    return cumulative(analysis, user_node) or rows_in_front(analysis, user_node)
 
 
 def shard(
@@ -68,7 +74,7 @@ def shard(
     def handled(user_node: fx.Node) -> bool:
         if settled(user_node):
             return True
-        found = plan(analysis, user_node) or cumulative(analysis, user_node)
+        found = plan(analysis, user_node) or _carried(analysis, user_node)
         if found is not None:
             plans[user_node] = found
         return found is not None
@@ -110,7 +116,7 @@ def gather_one(analysis: Analysis, ranks: Ranks, report: Report, fallback: Fallb
 
     def handled(user_node: fx.Node) -> bool:
         known = settled(user_node) or plan(analysis, user_node) is not None
-        return known or cumulative(analysis, user_node) is not None
+        return known or _carried(analysis, user_node) is not None
 
     def settle(user_node: fx.Node) -> bool:
         if found or over_windows(analysis, user_node) or over_all_keys(analysis, user_node):

@@ -150,3 +150,41 @@ def test_halves_are_rounded_once(dtype: torch.dtype) -> None:
 )
 def test_others_are_refused(call: Call) -> None:
     assert_refused(lambda: Model(call), _inputs(8), world_size=2, error=UnsupportedOp, match="slice")
+
+
+class Behind(nn.Module):
+    """Rows of its own in front of the sequence, as a state from before would be."""
+
+    def __init__(self, count: int, call: Callable[[Tensor, Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.rows, self.count, self.call = nn.Parameter(torch.randn(1, count, 4)), count, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.rows.expand(x.shape[0], -1, -1)
+        return self.call(torch.cat([first, x], 1), x, self.count)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_in_front_of_the_sequence(count: int) -> None:
+    def call(z: Tensor, x: Tensor, count: int) -> Tensor:
+        more = z[:, -x.shape[1] :].cumprod(1) * z.cummax(1).values[:, :-count]
+        return z.logcumsumexp(1)[:, count:] + z.cumsum(1)[:, count:] + more
+
+    assert_equivalent(lambda: Behind(count, call), _inputs(12), world_size=3)
+
+
+@pytest.mark.parametrize(
+    ("count", "call"),
+    [
+        (5, lambda z, x, count: z.cumsum(1)[:, count:]),  # more than a rank has of the sequence
+        (1, lambda z, x, count: z.cumsum(1)),
+        (1, lambda z, x, count: z.sum(1)),
+        (1, lambda z, x, count: z.softmax(1)[:, count:]),
+        (1, lambda z, x, count: z.flip(1).cumsum(1).flip(1)[:, count:]),
+        (1, lambda z, x, count: torch.cat([x, z[:, :1]], 1).cumsum(1)[:, :-1]),
+    ],
+)
+def test_rows_in_front_that_are_refused(count: int, call: Callable[[Tensor, Tensor, int], Tensor]) -> None:
+    assert_refused(
+        lambda: Behind(count, call), _inputs(8), world_size=2, error=UnsupportedOp, match="slice|sequence"
+    )
