@@ -13,6 +13,7 @@ op                        adjoint              forward
 ``all_max``               none                 the maximum over ranks, everywhere
 ``at_rank``               none                 whether this rank is the owner; no communication
 ``rows_followed``         none                 which of my rows have others behind them; no communication
+``ranks_before``          none                 which ranks' slices come before mine; no communication
 ``from_rank``             ``sum_to_rank``      the owner's value, everywhere
 ``gather_sequence``       ``scatter_sum``      all slices, everywhere
 ``slice_sequence``        ``unslice_sequence`` my slice of what every rank holds in full; no communication
@@ -291,6 +292,21 @@ def rows_followed(x: Tensor, dim: int, count: int, group: str) -> Tensor:
 @rows_followed.register_fake
 def _(x: Tensor, dim: int, count: int, group: str) -> Tensor:
     return x.new_empty((x.shape[dim],), dtype=torch.bool)
+
+
+@torch.library.custom_op("zeco::ranks_before", mutates_args=())
+def ranks_before(like: Tensor, backwards: bool, group: str, world_size: int = 0) -> Tensor:
+    """``[world_size]``, bool, on the device of ``like``: whether a rank's slice comes before this rank's; with
+    ``backwards`` behind it. No communication. An op for the reason that `at_rank` is one."""
+    op_log.record("ranks_before")
+    count = _world_size("ranks_before", group, world_size)
+    rank, every = members(group).rank, torch.arange(count, device=like.device)
+    return every > rank if backwards else every < rank
+
+
+@ranks_before.register_fake
+def _(like: Tensor, backwards: bool, group: str, world_size: int = 0) -> Tensor:
+    return like.new_empty((_traced_world_size("ranks_before", group, world_size),), dtype=torch.bool)
 
 
 # --- one rank's value ---------------------------------------------------------------------------------------

@@ -264,7 +264,17 @@ def cat(track: Tracking, node: fx.Node) -> None:
     for d in joined:
         track.act(node, d, "cat")
     rows = track.axes.rows_in_chunks(size) if along else None
+    rows = rows or _behind_others(track, joined, [shape(n)[dim] for n in parts])
     track.out(node, (*rest[:dim], rows or track.axes.fresh(size, "cat"), *rest[dim + 1 :]))
+
+
+def _behind_others(track: Tracking, joined: list[Dim], sizes: list[Size]) -> Dim | None:
+    """The sequence with some rows of something else in front, as padding makes it."""
+    if len(joined) != 2 or isinstance(track.axes.length, int) or not isinstance(sizes[0], int):
+        return None
+    if track.axes.is_sequence(joined[0]) or not track.axes.is_whole_sequence(joined[1]):
+        return None
+    return track.axes.window(sizes[0], 0)
 
 
 @rule(*_ops("stack"))
@@ -809,6 +819,11 @@ def flag(track: Tracking, node: fx.Node) -> None:
 
 
 _RULES[zeco.log_decay.default] = pointwise
+
+
+@rule(zeco.ranks_before.default)
+def flags_of_ranks(track: Tracking, node: fx.Node) -> None:
+    track.out(node, (track.axes.fresh(shape(node)[0], "gathered"),))
 
 
 @rule(zeco.rows_followed.default)

@@ -218,6 +218,50 @@ def concatenation(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     return None
 
 
+def rows_in_front(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    """`cat([first, x], 1)`: some rows in front of the sequence, as padding by rows would put them there. On every rank
+    but the first it is the neighbour's rows that come before: no more than it has."""
+    mixing = mixing_nodes(analysis, user_node)
+    if len(mixing) != 1 or mixing[0].target is not aten.cat.default:
+        return None
+    (node,) = mixing
+    dim, parts = row_dim(analysis, node), operands(node)
+    if len(parts) != 2 or dim is None or single_output(analysis, user_node) is not node:
+        return None
+    if any(analysis.state(part) is not State.LOCAL for part in parts):
+        return None
+    first, rows = parts
+    count = first.meta["val"].shape[dim]
+    whole = analysis.track.axes.is_whole_sequence(analysis.track.dims(rows)[dim])
+    window = analysis.track.axes.window_of(analysis.track.dims(node)[dim])
+    if not isinstance(count, int) or not whole or window != (count, 0) or analysis.track.sequence_dims(first):
+        return None
+    user_parts = user_node.args[0] if user_node.args else user_node.kwargs.get("tensors")
+    if not isinstance(user_parts, list | tuple) or len(user_parts) != 2:
+        return None
+    if not 0 < count <= analysis.real_length:
+        return None
+
+    def apply(ranks: Ranks) -> None:
+        emit = Emit(user_node, after=False)
+        given: Any = user_node.args[0] if user_node.args else user_node.kwargs["tensors"]
+        edge, body = given  # as they are by then
+        start = emit.call(operator.sub, emit.call(aten.sym_size.int, body, dim), count)
+        # narrow, unlike a slice, raises where another call's slices have fewer rows
+        last = emit.call(aten.narrow.default, body, dim, start, count)
+        near = emit.call(zeco.halo.default, last, dim, count, 0, 0.0, ranks.group)
+        near = emit.call(aten.slice.Tensor, near, dim, 0, count)
+        here = emit.call(zeco.at_rank.default, near, 0, ranks.group)
+        substitute(user_node, emit.call(torch.cat, [emit.call(torch.where, here, edge, near), body], dim))
+
+    return Plan(
+        "halo exchange",
+        f"{count} row(s) in front of the sequence",
+        apply,
+        halo_exchanges(analysis, rows, dim, count, 0),
+    )
+
+
 def _shifted(user_node: fx.Node, edge: int, dim: int, count: int, holder: fx.Node) -> Callable[[Ranks], None]:
     def apply(ranks: Ranks) -> None:
         emit = Emit(user_node, after=False)

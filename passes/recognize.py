@@ -26,6 +26,7 @@ from torch import fx
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.axes import Atom
 from zeco_compile.passes.checkpoints import keep_if_any
+from zeco_compile.passes.cumulative import CUMULATIVE
 from zeco_compile.passes.layout import Canonical, CanonicalAxes, GraphOperations, arrange, disarrange
 from zeco_compile.passes.length import depends_on
 from zeco_compile.passes.locations import expression, user_location
@@ -106,6 +107,7 @@ def recognize(
     running_sums: bool = False,
     not_again: Container[fx.Node] = (),
     otherwise: Callable[[fx.Node], bool] = lambda user_node: False,
+    carried: Callable[[fx.Node], bool] = lambda user_node: False,
 ) -> Recognition:
     """All regions, none overlapping. Fills `analysis.states`.
 
@@ -113,22 +115,31 @@ def recognize(
     of a gate above all. They are taken with `running_sums` only, once all else has been found. Nodes of the user's
     graph where it is known already that no region ends are passed over: `not_again`, unless they are computed from what
     has been found since, as a second layer is. So are those where something else ends that will be made right (softmax
-    attention): `otherwise`.
+    attention): `otherwise`. What is `carried` from rank to rank counts as found now; a cumulative sum does where it is
+    no running sum that the operator computes.
     """
     found = Recognition()
     behind = set[fx.Node]()  # computed from what has been found now
 
+    def carry(user_node: fx.Node) -> bool:
+        if not carried(user_node):
+            return False
+        for node in analysis.escapes(user_node):
+            _add_following(behind, node)
+        return True
+
     def settle(user_node: fx.Node) -> bool:
-        if otherwise(user_node):
+        summed = any(n.target is aten.cumsum.default for n in analysis.shadow.groups[user_node])
+        if otherwise(user_node) or (not summed and carry(user_node)):
             return True
         outputs = [n for n in analysis.escapes(user_node) if _is_exit(analysis, n)]
         if len(outputs) != 1 or (user_node in not_again and outputs[0] not in behind):
-            return False
+            return summed and carry(user_node)
         match, reason = _match(analysis, outputs[0], running_sums)
         if match is None:
             found.attempts.append((user_node, reason))
             log.debug("no linear attention ends at %s: %s", user_node, reason)
-            return False
+            return summed and carry(user_node)
         found.matches.append(match)
         if not_again:
             _add_following(behind, outputs[0])
@@ -150,7 +161,10 @@ def _add_following(known: set[fx.Node], node: fx.Node) -> None:
 
 def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
     """A MIXED value with one whole sequence axis that somebody reads as values of positions, one, each or their sum."""
-    if analysis.state(node) is not State.MIXED or not isinstance(node.meta.get("val"), torch.Tensor):
+    value = node.meta.get("val")
+    if analysis.state(node) is not State.MIXED or not isinstance(value, torch.Tensor):
+        return False
+    if value.dtype is torch.bool:
         return False
     group = analysis.user_node(node)
     if group is not None and group.meta.get(INSIDE):
@@ -161,7 +175,7 @@ def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
         if analysis.user_node(user) is group and user.op != "output":
             continue
         kinds = {action.kind for action in analysis.own_mixing(user)}
-        if not kinds or kinds == {"reduce"} or user.target is aten.cumsum.default:
+        if not kinds or kinds == {"reduce"} or user.target in CUMULATIVE:
             return True
         if kinds == {"select"} and not isinstance(analysis.length, int):
             return True  # the last token; with a constant length it may be a step of a loop

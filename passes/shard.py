@@ -13,10 +13,12 @@ import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State, assign_states
+from zeco_compile.passes.cumulative import cumulative, cumulative_backwards
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.keys import over_all_keys
 from zeco_compile.passes.locations import expression, user_location
 from zeco_compile.passes.losses import over_windows
+from zeco_compile.passes.neighbours import rows_in_front
 from zeco_compile.passes.plans import Plan, Ranks, settled
 from zeco_compile.passes.report import Communication, Decision, Report, op_name, user_op_name
 from zeco_compile.passes.sharding_rules import plan
@@ -43,6 +45,21 @@ def will_be_handled(analysis: Analysis) -> Callable[[fx.Node], bool]:
     return handled
 
 
+def will_be_carried(analysis: Analysis) -> Callable[[fx.Node], bool]:
+    """Whether `shard` will make a node right that cumulates along the sequence, or ends what does so backwards, or puts
+    rows in front of it.
+
+    It may be a part of something larger, a cumulative sum of a gate above all: not to be asked before that is found.
+    """
+    return lambda user_node: (
+        _carried(analysis, user_node) is not None or cumulative_backwards(analysis, user_node) is not None
+    )
+
+
+def _carried(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    return cumulative(analysis, user_node) or rows_in_front(analysis, user_node)
+
+
 def shard(
     analysis: Analysis,
     ranks: Ranks,
@@ -57,13 +74,17 @@ def shard(
     def handled(user_node: fx.Node) -> bool:
         if settled(user_node):
             return True
-        found = plan(analysis, user_node)
+        found = plan(analysis, user_node) or _carried(analysis, user_node)
         if found is not None:
             plans[user_node] = found
         return found is not None
 
     def fall_back(user_node: fx.Node) -> bool:
-        found = over_windows(analysis, user_node) or over_all_keys(analysis, user_node)
+        found = (
+            over_windows(analysis, user_node)
+            or over_all_keys(analysis, user_node)
+            or cumulative_backwards(analysis, user_node)
+        )
         if found is not None:
             plans[user_node] = found
         return found is not None
@@ -94,7 +115,8 @@ def gather_one(analysis: Analysis, ranks: Ranks, report: Report, fallback: Fallb
     found: list[tuple[fx.Node, Plan]] = []
 
     def handled(user_node: fx.Node) -> bool:
-        return settled(user_node) or plan(analysis, user_node) is not None
+        known = settled(user_node) or plan(analysis, user_node) is not None
+        return known or _carried(analysis, user_node) is not None
 
     def settle(user_node: fx.Node) -> bool:
         if found or over_windows(analysis, user_node) or over_all_keys(analysis, user_node):

@@ -5,7 +5,7 @@ sorted rows     rows that are sorted, worked on one by one or by group, and sort
 scans           the bodies of scans are written out for all steps at once
 loops           what the steps of a loop compute from their own tokens alone moves out of it
 by meaning      regions that compute linear attention become the operator
-running sums    what remains of cumulative sums
+running sums    what remains of cumulative sums; other cumulative ops are taken for what they will be
 close scans     scans that are still needed are as the user wrote them; of the others nothing is left
 length          numbers that the code computes from the length get the whole one
 shard           every other op that mixes positions gets what it needs, or is refused
@@ -312,6 +312,7 @@ def _by_meaning(work: _Rewriting, analysis: Analysis, record: PassRecord, runnin
         running_sums=running_sums,
         not_again=hopeless,
         otherwise=lambda user_node: keys.over_all_keys(analysis, user_node) is not None,
+        carried=shard.will_be_carried(analysis) if running_sums else lambda user_node: False,
     )
     if not running_sums:
         work.attempts += recognition.attempts

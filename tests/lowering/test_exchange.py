@@ -324,6 +324,17 @@ def test_rows_with_others_behind_them(ranks: Any) -> None:
     assert exchange.rows_followed(torch.ones(4), -1, 1, "").tolist() == [True, True, True, False]
 
 
+def _before(rank: int, backwards: bool) -> list[bool]:
+    return exchange.ranks_before(torch.ones(2), backwards, resolve_group(), 3).tolist()
+
+
+def test_ranks_before_this_one(ranks: Any) -> None:
+    t, f = True, False
+    assert ranks(3).run(_before, False) == [[f, f, f], [t, f, f], [t, t, f]]
+    assert ranks(3).run(_before, True) == [[f, t, t], [f, f, t], [f, f, f]]
+    assert exchange.ranks_before(torch.ones(4), False, "").tolist() == [False]
+
+
 # --- what torch asks of an op, and compiled -----------------------------------------------------------------
 
 
@@ -349,6 +360,7 @@ def _opcheck(rank: int) -> None:
         ("unslice_sequence", (x, 1, group, world_size)),
         ("at_rank", (x, 0, group)),
         ("rows_followed", (x, 1, 1, group)),
+        ("ranks_before", (x, False, group, world_size)),
     ]:
         torch.library.opcheck(getattr(exchange, op), arguments)
 
@@ -458,6 +470,7 @@ def test_a_cached_graph_is_not_taken_for_another_number_of_ranks(
         ("from_rank", (torch.ones(2), -1, ""), "owner -1"),
         ("slice_sequence", (torch.ones(2, 3), 1, "", 2), "compiled for 2 ranks"),
         ("gather_sequence", (torch.tensor(1.0), 0, ""), "0 dimensions"),
+        ("ranks_before", (torch.ones(2), False, "", 2), "compiled for 2 ranks"),
     ],
 )
 def test_arguments_without_a_meaning(op: str, arguments: tuple, message: str) -> None:

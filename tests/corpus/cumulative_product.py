@@ -1,15 +1,16 @@
-"""A running maximum over the positions so far."""
+"""Running products, with zeros among the factors: what follows a zero is zero, and its gradient is not."""
 
 import torch
 from torch import nn
 
-EXPECTED = {"refused": r"near_cumulative_maximum\.py"}
+EXPECTED = {"families": []}
 LOCAL_LENGTHS = (5,)
+WORLD_SIZE = 3
 
 
 class Model(nn.Module):
     def forward(self, x):
-        return x - torch.cummax(x, dim=1).values
+        return torch.cumprod(torch.relu(x + 2), dim=1)
 
 
 def make_model():

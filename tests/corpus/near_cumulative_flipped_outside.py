@@ -1,15 +1,16 @@
-"""A running product: linear in nothing."""
+"""Sums from the end, beside the flipped sequence itself."""
 
 import torch
 from torch import nn
 
-EXPECTED = {"refused": r"near_cumulative_product\.py"}
+EXPECTED = {"refused": r"near_cumulative_flipped_outside\.py"}
 LOCAL_LENGTHS = (5,)
 
 
 class Model(nn.Module):
     def forward(self, x):
-        return torch.cumprod(torch.sigmoid(x + 3), dim=1)
+        backwards = x.flip(1)
+        return backwards.cumsum(1).flip(1) + backwards
 
 
 def make_model():
