@@ -594,6 +594,8 @@ class _Region:
         for dim, role in zip(dims_made, part.roles, strict=True):
             rows = [atom for atom in alone.axes.flat(dim) if atom.sequence]
             if role is None or not rows:  # an axis that is made here
+                if role == "row" and node.target not in (*RESHAPES, aten.expand.default):
+                    raise _Unfit(f"`{node}` makes rows of its own")
                 continue
             if len(rows) > 1 or role_of.setdefault(rows[0], role) != role:
                 raise _Unfit(f"`{node}` has one axis in two roles")
@@ -736,6 +738,8 @@ class _Writer:
         """The arguments of an op in the graph; its numbers are those of the whole sequence's trace, if there is one."""
         names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
         whole = self.region.at_whole_length(node)
+        if whole is not node and node.target not in _OF_THE_SLICE:
+            self.region.analysis.with_whole_numbers.add(node)
 
         def given(name: str, value: Any, other: Any) -> Any:
             if isinstance(value, list | tuple):
@@ -804,3 +808,5 @@ _FILLED: dict[Any, Any] = {
     aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None,
 }  # fmt: skip
 """What is made of one number, and the number; None where it is an argument."""
+_OF_THE_SLICE = (*_RANGES, *_FILLED, aten.tril.default, aten.triu.default, aten.slice.Tensor)
+"""Ops that are written with the numbers that they have in the slice's trace, in some roles."""

@@ -375,6 +375,7 @@ def _take_whole_length(work: _Rewriting, analysis: Analysis) -> None:
     """Let rules that need the whole sequence's own numbers ask the second trace for them, where the length is fixed."""
     if work.look is not None and isinstance(analysis.length, int) and analysis.length > 1:
         analysis.at_whole_length = work.look.at_whole_length
+        analysis.with_whole_numbers = work.look.taken
 
 
 def _verify(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeco_compile.passes.errors import UnsupportedOp
+from zeco_compile.passes.errors import LengthInValue, UnsupportedOp
 from zeco_compile.testing import assert_equivalent, assert_refused
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -124,5 +125,31 @@ def test_what_needs_other_queries_or_is_linear_is_refused(attend: Attend) -> Non
         lambda: torch.randn(2, 8, 4, dtype=torch.float64),
         world_size=2,
         error=UnsupportedOp,
+        match="test_keys_nonlinear",
+    )
+
+
+def test_a_function_of_the_length_in_the_scores() -> None:
+    """It makes the length a constant in the trace; the number is that of the whole sequence."""
+    assert_equivalent(
+        lambda: Model(lambda q, k, v: (q @ k.mT / 4 - math.log(q.shape[1])).sigmoid().tril() @ v),
+        lambda: torch.randn(2, 8, 4, dtype=torch.float64),
+        world_size=2,
+    )
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        lambda q, k, v: (q @ k.mT - math.log(q.shape[1])).sigmoid().tril(int(math.log2(q.shape[1]))) @ v,
+        lambda q, k, v: (q * math.log(q.shape[1]) @ k.mT).sigmoid() @ v,  # not of the scores
+    ],
+)
+def test_a_function_of_the_length_elsewhere(attend: Attend) -> None:
+    assert_refused(
+        lambda: Model(attend),
+        lambda: torch.randn(2, 16, 4, dtype=torch.float64),
+        world_size=2,
+        error=LengthInValue,
         match="test_keys_nonlinear",
     )
