@@ -122,6 +122,12 @@ class Analysis:
     """Where the length is a constant: the op of this shadow graph in a trace of the whole sequence, None if that has
     no such op. Not known before the last passes."""
 
+    with_whole_numbers: set[fx.Node] = field(default_factory=set)
+    """The ops of this shadow graph that have been written again with the numbers that they have there."""
+
+    gathered: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+    """Values of all ranks by this graph's value and dimension: the node of the user's graph that has them."""
+
     from_sums: set[fx.Node] = field(default_factory=set)
     """Values computed from a sum over (a part of) the sequence that a rule will make right, and not from a region:
     a state of chunks looks like that, too."""

@@ -1,8 +1,9 @@
-"""Softmax attention: each rank's queries against the keys and values of all ranks.
+"""Attention that is not linear: each rank's queries against the keys and values of all ranks.
 
-Contract: `over_all_keys(analysis, user_node)` gives the plan for a node where softmax attention ends: a call of
-`F.scaled_dot_product_attention`, or the product with the values in code that computes scores and their softmax
-itself. None for everything else.
+Contract: `over_all_keys(analysis, user_node)` gives the plan for a node where such attention ends: a call of
+`F.scaled_dot_product_attention`, or the product with the values (a sum, a maximum over the keys) in code that computes
+scores and takes their softmax, or another function of them that is not linear, itself. None for everything else.
+`softmax_over_keys` is the same for softmax alone, which is no linear attention however it is spelled.
 
 A value with two axes along the sequence has one of the queries, the *rows*, which stay this rank's, and one of the
 keys, the *columns*, which become those of the whole sequence. Which is which follows backwards from the result, whose
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis, State
 from zeco_compile.passes.axes import Atom, Dim
 from zeco_compile.passes.axis_rules import visit
 from zeco_compile.passes.length import VALUES
-from zeco_compile.passes.modes import reason_against
+from zeco_compile.passes.modes import reason_against, stops_gradient
 from zeco_compile.passes.plans import (
     Emit,
     Plan,
@@ -62,13 +63,22 @@ class _Unfit(Exception):
 
 
 def over_all_keys(analysis: Analysis, user_node: fx.Node) -> Plan | None:
-    """The plan for a node that ends softmax attention; None where it does not, or where it is not followed."""
+    """The plan for a node that ends attention; None where it does not, or where it is not followed."""
+    return softmax_over_keys(analysis, user_node) or _plan(analysis, user_node, _nonlinear_in_scores)
+
+
+def softmax_over_keys(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+    """The same, of softmax attention only."""
+    return _plan(analysis, user_node, _has_softmax)
+
+
+def _plan(analysis: Analysis, user_node: fx.Node, kind: Callable[[Analysis, fx.Node], bool]) -> Plan | None:
     try:
         if user_node.target is torch.nn.functional.scaled_dot_product_attention:
             return _sdpa(analysis, user_node)
-        return _written_out(analysis, user_node)
+        return _written_out(analysis, user_node, kind)
     except _Unfit as why:
-        log.debug("no softmax attention ends at %s: %s", user_node, why)
+        log.debug("no attention ends at %s: %s", user_node, why)
         return None
 
 
@@ -127,17 +137,19 @@ def _numbers(emit: Emit, count: Any, like: fx.Node, offset: Any = 0) -> fx.Node:
     return made if isinstance(offset, int) and offset == 0 else emit.call(torch.add, made, offset)
 
 
-def _written_out(analysis: Analysis, user_node: fx.Node) -> Plan | None:
+def _written_out(
+    analysis: Analysis, user_node: fx.Node, kind: Callable[[Analysis, fx.Node], bool]
+) -> Plan | None:
     output = single_output(analysis, user_node)
     if output is None:
         return None
     if len(analysis.track.sequence_dims(output)) != 1 or analysis.is_window(output):
         return None
-    if not _has_softmax(analysis, output):
+    if not kind(analysis, output):
         return None
-    region = _Region(analysis, user_node)
+    region = _Region(analysis, user_node, _following(analysis, _computed_from_pairs(analysis, output)))
     part = region.need(output, _roles(analysis, output, "row"))
-    if not region.gathered or not region.softmax_over_columns():
+    if not region.gathered:
         return None
 
     def apply(ranks: Ranks) -> None:
@@ -152,16 +164,60 @@ _SOFTMAX = (aten._softmax.default, aten._safe_softmax.default, aten._log_softmax
 
 def _has_softmax(analysis: Analysis, output: fx.Node) -> bool:
     """There is one between the output and values that are local to a position."""
+    return any(node.target in _SOFTMAX for node in _computed_from_pairs(analysis, output))
+
+
+def _computed_from_pairs(analysis: Analysis, output: fx.Node) -> list[fx.Node]:
+    """What is between the output and values that are local to a position, in order."""
     stack, seen = [output], {output}
     while stack:
-        node = stack.pop()
-        if node.target in _SOFTMAX:
-            return True
-        for source in node.all_input_nodes:
+        for source in stack.pop().all_input_nodes:
             if analysis.state(source) is State.MIXED and source not in seen:
                 seen.add(source)
                 stack.append(source)
+    return [node for node in analysis.shadow.graph.nodes if node in seen]
+
+
+def _following(analysis: Analysis, nodes: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes, and all that is computed from them."""
+    found = set(nodes)
+    for node in analysis.shadow.graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.mul.Tensor)
+
+
+def _nonlinear_in_scores(analysis: Analysis, output: fx.Node) -> bool:
+    """Something that is not linear is done to products of two values of positions each, pair by pair."""
+    scores = set[fx.Node]()
+    for node in _computed_from_pairs(analysis, output):
+        sources = tensors(node)
+        if not scores.isdisjoint(sources):
+            if any(analysis.is_pair(n) for n in sources if n in scores) and not _is_linear_in(node, scores):
+                return True
+            scores.add(node)
+            continue
+        of_positions = len(sources) > 1 and not any(map(analysis.is_constant, sources))
+        if of_positions and node.target in _PRODUCTS and analysis.is_pair(node):
+            scores.add(node)
     return False
+
+
+def _is_linear_in(node: fx.Node, scores: Collection[fx.Node]) -> bool:
+    """The op is linear in those of its operands, taken together."""
+    of_scores = [
+        place for place, value in enumerate(node.args) if isinstance(value, fx.Node) and value in scores
+    ]
+    if node.target in _PRODUCTS:
+        return len(of_scores) == 1
+    if node.target in (aten.div.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+        return of_scores == [0]
+    if node.target is aten.where.self:
+        return 0 not in of_scores
+    return node.target in _LINEAR
 
 
 def _is_value(node: Any) -> fx.Node:
@@ -201,7 +257,10 @@ class _Region:
 
     analysis: Analysis
     user_node: fx.Node
+    from_pairs: Collection[fx.Node] = frozenset()
+    """Scores, and all that is computed from them, also where it is of one position each, and known already."""
     steps: dict[_Part, Writing] = field(default_factory=dict)
+    sources: dict[_Part, Collection[_Part]] = field(default_factory=dict)
     gathered: list[_Part] = field(default_factory=list)
     leaves: set[_Part] = field(default_factory=set)
     _held: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -219,6 +278,12 @@ class _Region:
                 ways.insert(
                     0, self._interior
                 )  # made again: there is no need to send it, or what it is shaped like
+            elif node in self.from_pairs and not part.columns:
+                ways = [
+                    self._interior,
+                    self._leaf,
+                    self._cut_from_whole,
+                ]  # from the very scores that are used here
             self.steps[part] = self._first(ways, part)
         return part
 
@@ -251,12 +316,6 @@ class _Region:
             self.steps[part] = write
         return part
 
-    def softmax_over_columns(self) -> bool:
-        return any(
-            part.node.target in _SOFTMAX and part.roles[argument(part.node, "dim")] == "column"
-            for part in self.steps
-        )
-
     # -------------------------------------------------------------------------------------------- values at hand
 
     def _leaf(self, part: _Part) -> Writing | None:
@@ -275,9 +334,11 @@ class _Region:
 
         def gather(writer: _Writer) -> fx.Node:
             group, world_size = writer.ranks.group, writer.ranks.world_size
-            return writer.emit.call(
-                zeco.gather_sequence.default, current(holder), dim, group, world_size, True
-            )
+            if (node, dim) not in analysis.gathered:  # or an attention before this one has gathered it
+                analysis.gathered[node, dim] = writer.emit.call(
+                    zeco.gather_sequence.default, current(holder), dim, group, world_size, True
+                )
+            return analysis.gathered[node, dim]
 
         return gather
 
@@ -354,7 +415,7 @@ class _Region:
         if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
             raise _Unfit(f"`{node}` is not followed")
         if target is operator.getitem:
-            raise _Unfit(f"`{operand(node, 0)}` has several results")
+            return self._result(part)
         if is_random(node):
             raise _Unfit(f"`{target}` is random")
         if target in _RANGES:
@@ -445,9 +506,30 @@ class _Region:
 
         return write
 
+    def _needed(self, part: _Part) -> dict[fx.Node, _Part]:
+        """The operands of an op in the roles in which it needs them. Raises _Unfit."""
+        sources = {n: self.need(n, roles) for n, roles in self._roles_of_sources(part).items()}
+        self.sources[part] = sources.values()
+        if part.node.target not in (aten.mm.default, aten.bmm.default) and len(sources) > 1:
+            self._check_scores(part)
+        return sources
+
+    def _check_scores(self, part: _Part) -> None:
+        """Raises _Unfit where scores meet what is computed from the same ones, but of other rows: it would be computed
+        in another way here, and `scores < threshold` is another mask if the rounding of the threshold is another."""
+        seen, stack, roles_of = {part}, list(self.sources[part]), dict[fx.Node, Roles]()
+        while stack:
+            each = stack.pop()
+            if each in seen or each.node not in self.from_pairs or self.analysis.is_constant(each.node):
+                continue
+            seen.add(each)
+            if each.whole or each in self.leaves or roles_of.setdefault(each.node, each.roles) != each.roles:
+                raise _Unfit(f"`{part.node}` combines scores with those of other rows")
+            stack += self.sources.get(each, ())
+
     def _computed(self, part: _Part) -> Writing:
         node, target = part.node, part.node.target
-        sources = {n: self.need(n, roles) for n, roles in self._roles_of_sources(part).items()}
+        sources = self._needed(part)
         if target in (*RESHAPES, aten.expand.default):
             (source,) = sources.values()
             reshape = aten.expand.default if target is aten.expand.default else aten.reshape.default
@@ -469,9 +551,29 @@ class _Region:
 
         return compute
 
+    def _result(self, part: _Part) -> Writing:
+        """One of several results of an op: `scores.topk(8, -1).values`."""
+        node, place = operand(part.node, 0), part.node.args[1]
+        if (
+            node.op != "call_function"
+            or not isinstance(node.target, torch._ops.OpOverload)
+            or is_random(node)
+        ):
+            raise _Unfit(f"`{node}` has several results, and is not followed")
+        sources = self._needed(part)
+
+        def compute(writer: _Writer) -> fx.Node:
+            args, kwargs = writer.arguments(node, sources)
+            return writer.emit.call(operator.getitem, writer.emit.call(node.target, *args, **kwargs), place)
+
+        return compute
+
     def _roles_of_sources(self, part: _Part) -> dict[fx.Node, Roles]:
         """The roles in which the op needs its operands, from the axes of the op by itself. Raises _Unfit."""
         node, analysis = part.node, self.analysis
+        place = None
+        if node.target is operator.getitem:
+            node, place = operand(node, 0), node.args[1]
         alone = Tracking(analysis.length, analysis.track.axes.facts)
         given: dict[fx.Node, list[list[Atom]]] = {}
         for source in tensors(node):
@@ -486,9 +588,12 @@ class _Region:
         if node in alone.problems or node in alone.misaligned:
             raise _Unfit(f"`{node}` ({node.target}) is not followed")
         role_of: dict[Atom, Role] = {}
-        for dim, role in zip(alone.dims(node), part.roles, strict=True):
+        dims_made = alone.dims(node) if place is None else alone.dims_of_output(node, place)  # type: ignore[arg-type]
+        for dim, role in zip(dims_made, part.roles, strict=True):
             rows = [atom for atom in alone.axes.flat(dim) if atom.sequence]
             if role is None or not rows:  # an axis that is made here
+                if role == "row" and node.target not in (*RESHAPES, aten.expand.default):
+                    raise _Unfit(f"`{node}` makes rows of its own")
                 continue
             if len(rows) > 1 or role_of.setdefault(rows[0], role) != role:
                 raise _Unfit(f"`{node}` has one axis in two roles")
@@ -587,7 +692,12 @@ class _Region:
         constant = isinstance(self.analysis.length, int) and self.analysis.length != 1
         if constant and self.analysis.at_whole_length is None:
             apply = _not_applied
-        computed_again = [part.node for part in self.steps if part not in self.leaves]
+        # a `detach` is written again, too
+        computed_again = [
+            part.node
+            for part in self.steps
+            if part not in self.leaves and not stops_gradient(self.analysis, part.node)
+        ]
         if (against := reason_against(self.analysis, computed_again, self.user_node)) is not None:
             raise _Unfit(against)
         sent = [("among all ranks", bytes_of(self.analysis, p.node)) for p in self.gathered]
@@ -626,6 +736,8 @@ class _Writer:
         """The arguments of an op in the graph; its numbers are those of the whole sequence's trace, if there is one."""
         names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
         whole = self.region.at_whole_length(node)
+        if whole is not node and node.target not in _OF_THE_SLICE:
+            self.region.analysis.with_whole_numbers.add(node)
 
         def given(name: str, value: Any, other: Any) -> Any:
             if isinstance(value, list | tuple):
@@ -681,6 +793,12 @@ _MOVES = (
     aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.dim,
     aten.squeeze.dims,
 )  # fmt: skip
+_LINEAR = (
+    *RESHAPES, *_MOVES, aten.expand.default, aten.clone.default, aten.detach.default, aten.alias.default,
+    aten._to_copy.default, aten.slice.Tensor, aten.select.int, aten.cat.default, aten.constant_pad_nd.default,
+    aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.tril.default,
+    aten.triu.default, aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.cumsum.default,
+)  # fmt: skip
 _RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _FILLED: dict[Any, Any] = {
     aten.zeros.default: 0, aten.ones.default: 1, aten.full.default: None, aten.scalar_tensor.default: None,
@@ -688,3 +806,5 @@ _FILLED: dict[Any, Any] = {
     aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None,
 }  # fmt: skip
 """What is made of one number, and the number; None where it is an argument."""
+_OF_THE_SLICE = (*_RANGES, *_FILLED, aten.tril.default, aten.triu.default, aten.slice.Tensor)
+"""Ops that are written with the numbers that they have in the slice's trace, in some roles."""

@@ -8,7 +8,7 @@ gradient or gives it another value is no part of a function of values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import fx
@@ -139,3 +139,43 @@ def reason_against(analysis: Analysis, interior: Iterable[fx.Node], at: fx.Node)
             inner, end = expression(origin, str(origin)), expression(at, str(at))
             return f"{inner} in it runs in another mode (no_grad, autocast) than the end of it, {end}"
     return None
+
+
+def stops_gradient(analysis: Analysis, node: fx.Node) -> bool:
+    """An ATen node that is `x.detach()` in the user's code, and nothing else: written again, it does the same."""
+    origin = analysis.shadow.origin.get(node)
+    plain = origin is not None and origin.target in (
+        "detach",
+        torch.detach,
+        aten.detach.default,
+        torch.Tensor.detach,
+    )
+    return plain and node.target is aten.detach.default
+
+
+def without_gradient(analysis: Analysis, interior: Collection[fx.Node], output: fx.Node) -> set[fx.Node]:
+    """The `detach` nodes in what computes `output`, if no gradient gets past them to anything outside; none if one
+    does."""
+    inside, stops = set(interior), set[fx.Node]()
+    stack, seen = [output], {output}
+    while stack:
+        node = stack.pop()
+        if stops_gradient(analysis, node):
+            stops.add(node)
+            continue
+        value = node.meta.get("val")
+        if analysis.is_constant(node) or not _has_gradient(value):
+            continue
+        if node not in inside:
+            return set()
+        new = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(new)
+        stack += new
+    return stops
+
+
+def _has_gradient(value: object) -> bool:
+    """It may have one: a number, and a tensor of whole numbers, does not."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype.is_floating_point or value.dtype.is_complex
+    return isinstance(value, list | tuple)

@@ -30,7 +30,7 @@ from zeco_compile.passes.cumulative import CUMULATIVE
 from zeco_compile.passes.layout import Canonical, CanonicalAxes, GraphOperations, arrange, disarrange
 from zeco_compile.passes.length import depends_on
 from zeco_compile.passes.locations import expression, user_location
-from zeco_compile.passes.modes import modes, reason_against
+from zeco_compile.passes.modes import modes, reason_against, without_gradient
 from zeco_compile.passes.region import (
     INSIDE,
     CannotEvaluate,
@@ -87,6 +87,8 @@ class Match:
     sizes: tuple[str, ...]
     length_factor: tuple[fx.Node, bool] | None = None
     """A number from the length that the result is divided by, or multiplied with (False, True), besides the scale."""
+    detached: bool = False
+    """No gradient gets past a `detach` in it: the result has none."""
 
 
 @dataclass
@@ -108,6 +110,7 @@ def recognize(
     not_again: Container[fx.Node] = (),
     otherwise: Callable[[fx.Node], bool] = lambda user_node: False,
     carried: Callable[[fx.Node], bool] = lambda user_node: False,
+    at_last: Callable[[fx.Node], bool] = lambda user_node: False,
 ) -> Recognition:
     """All regions, none overlapping. Fills `analysis.states`.
 
@@ -115,8 +118,8 @@ def recognize(
     of a gate above all. They are taken with `running_sums` only, once all else has been found. Nodes of the user's
     graph where it is known already that no region ends are passed over: `not_again`, unless they are computed from what
     has been found since, as a second layer is. So are those where something else ends that will be made right (softmax
-    attention): `otherwise`. What is `carried` from rank to rank counts as found now; a cumulative sum does where it is
-    no running sum that the operator computes.
+    attention): `otherwise`; and what is no region may end something else, too: `at_last`. What is `carried` from rank to
+    rank counts as found now; a cumulative sum does where it is no running sum that the operator computes.
     """
     found = Recognition()
     behind = set[fx.Node]()  # computed from what has been found now
@@ -139,7 +142,7 @@ def recognize(
         if match is None:
             found.attempts.append((user_node, reason))
             log.debug("no linear attention ends at %s: %s", user_node, reason)
-            return summed and carry(user_node)
+            return (summed and carry(user_node)) or at_last(user_node)
         found.matches.append(match)
         if not_again:
             _add_following(behind, outputs[0])
@@ -218,7 +221,8 @@ def _readings(analysis: Analysis, output: fx.Node) -> Iterator[Region]:
 
 def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tuple[Match | None, str]:
     end = analysis.shadow.origin[region.output]
-    if (against := reason_against(analysis, region.interior, end)) is not None:
+    stops = without_gradient(analysis, region.interior, region.output)
+    if (against := reason_against(analysis, [n for n in region.interior if n not in stops], end)) is not None:
         return None, against
     whole, analysis = analysis, analysis.of_region(region.inputs, region.interior)
     if not _has_all_rows(analysis, region.output):
@@ -255,7 +259,7 @@ def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tup
                     continue
                 match = _checked(trials, roles, (first, *rest))
                 if match is not None:
-                    return match, ""
+                    return replace(match, detached=bool(stops)), ""
         except (NotLinearAttention, CannotEvaluate) as why:
             reason = str(why)
     return None, reason
@@ -471,6 +475,8 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     state_readers, state_scale = _state_readers(analysis, match, order), 1.0
     place = _place(state_readers, order, end)
     state_readers = [each for each in state_readers if order[each[0]] > order[place]]
+    if state_readers and match.detached:
+        raise NotLinearAttention("its result has no gradient, and the state that is read has one")
     if state_readers and roles.before is not None:
         raise NotLinearAttention("it reads the state before each write, and returns that after the last one")
     if state_readers:
@@ -581,6 +587,8 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             o = ops.call(torch.mul if multiplied else torch.div, o, from_length)
         if operand_dtype != dtype:
             o = ops.call(aten.to.dtype, o, dtype)
+        if match.detached:
+            o = ops.call(aten.detach.default, o)
         last = o  # there are no readers of the state otherwise
         if state_readers and region.final_state is not None:
             last = ops.call(operator.getitem, call, 1)
@@ -841,6 +849,7 @@ def _report(
             *([f"k is multiplied with {roles.write_factor} of the decay a"] if roles.write_factor else []),
             *([f"a position reads the state before its own write, {roles.before}"] if roles.before else []),
             *([_told(analysis, roles.own)] if roles.own else []),
+            *(["its result has no gradient, as in your code"] if match.detached else []),
             *([f"what a position reads is multiplied by {roles.rows}"] if roles.rows else []),
             *([f"log decay of each head: {_listed(roles.constant)}"] if roles.constant else []),
             *(f"the values of `{mask.name}` were taken as they are" for mask in region.masks),

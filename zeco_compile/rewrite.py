@@ -1,5 +1,6 @@
 """The rewriting of a graph, pass by pass: each analyses the graph as the one before has left it.
 
+length tables   what the code makes of the length and of parameters is computed on the whole sequence, and sliced
 by name         operators of this package, called or substituted, get their group
 sorted rows     rows that are sorted, worked on one by one or by group, and sorted back, are left alone
 scans           the bodies of scans are written out for all steps at once
@@ -31,6 +32,7 @@ from zeco_compile.passes import (
     gather,
     keys,
     length,
+    length_tables,
     loops,
     recognize,
     scans,
@@ -115,6 +117,8 @@ def rewrite(
         ("loops", _loops),
         ("by_meaning", _by_meaning),
     ]
+    if ranks.world_size > 1:
+        passes.insert(0, ("length_tables", _length_tables))
     closing = ("close_scans", _close_scans)
     assumed_there: list[Assumptions] = []
     whole = first.real_length * ranks.world_size
@@ -177,7 +181,16 @@ def _second_look(
             look=None,
         )
         analysis: Analysis | None = None
-        for run in (_by_name, _sorted_rows, _open_scans, _loops, _by_meaning, _running_sums, _close_scans):
+        for run in (
+            _length_tables,
+            _by_name,
+            _sorted_rows,
+            _open_scans,
+            _loops,
+            _by_meaning,
+            _running_sums,
+            _close_scans,
+        ):
             analysis = analysis or again.analyse()
             assert analysis is not None, "the inputs are the same, but for their length"
             record = PassRecord(run.__name__, 0.0, 0)
@@ -280,6 +293,10 @@ def decided(report: Report, operations: list[str]) -> dict[str, Any]:
     }
 
 
+def _length_tables(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = length_tables.settle_length_tables(analysis, work.ranks, work.report.decisions)
+
+
 def _by_name(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     found = by_name.wire_by_name(analysis, work.wiring, len(work.report.regions))
     work.report.regions += found
@@ -311,7 +328,8 @@ def _by_meaning(work: _Rewriting, analysis: Analysis, record: PassRecord, runnin
         shard.will_be_handled(analysis),
         running_sums=running_sums,
         not_again=hopeless,
-        otherwise=lambda user_node: keys.over_all_keys(analysis, user_node) is not None,
+        otherwise=lambda user_node: keys.softmax_over_keys(analysis, user_node) is not None,
+        at_last=lambda user_node: keys.over_all_keys(analysis, user_node) is not None,
         carried=shard.will_be_carried(analysis) if running_sums else lambda user_node: False,
     )
     if not running_sums:
@@ -355,6 +373,7 @@ def _take_whole_length(work: _Rewriting, analysis: Analysis) -> None:
     """Let rules that need the whole sequence's own numbers ask the second trace for them, where the length is fixed."""
     if work.look is not None and isinstance(analysis.length, int) and analysis.length > 1:
         analysis.at_whole_length = work.look.at_whole_length
+        analysis.with_whole_numbers = work.look.taken
 
 
 def _verify(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:

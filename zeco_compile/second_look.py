@@ -314,6 +314,8 @@ class SecondLook:
     longer: int = 0
     asked: set[fx.Node] = field(default_factory=set)
     """The ops of the first trace that `at_whole_length` has been asked for."""
+    taken: set[fx.Node] = field(default_factory=set)
+    """Those that have been written again with the numbers that they have in the other trace."""
 
     @cached_property
     def second(self) -> list[Step]:
@@ -361,8 +363,18 @@ class SecondLook:
             if step.is_constant and step.node in self.asked and step.user_node not in there
         }
 
+        # Nor is it of what has been computed again with the numbers of the whole sequence what its numbers were.
+        renumbered = {
+            place
+            for place, step in enumerate(self.first)
+            if step.node in self.taken and step.user_node not in there
+        }
+
         def seen(steps: list[Step]) -> list[Step]:
-            return [replace(step, along=()) if place in gone else step for place, step in enumerate(steps)]
+            out = [replace(step, along=()) if place in gone else step for place, step in enumerate(steps)]
+            return [
+                replace(step, numbers=()) if place in renumbered else step for place, step in enumerate(out)
+            ]
 
         _compare(seen(self.first), seen(second), self.length, self.longer)
 

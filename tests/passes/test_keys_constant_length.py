@@ -83,6 +83,9 @@ def _documents(m, q, k, v):
 
 
 EQUAL: dict[str, Attend] = {
+    "a window of half the sequence": _masked(lambda i, j, T: (i >= j) & (j > i - T // 2)),
+    "the last keys": _masked(lambda i, j, T: (i >= j) | (j >= T - 2)),
+    "scores over the length": lambda m, q, k, v: (q @ k.mT / math.sqrt(q.shape[2])).softmax(-1) @ v,
     "causal": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     "a mask": _masked(lambda i, j, T: i >= j),
     "a window as wide as the slice": _masked(lambda i, j, T: (i >= j) & (j > i - 8)),
@@ -94,10 +97,7 @@ EQUAL: dict[str, Attend] = {
 }
 
 FROM_THE_LENGTH: dict[str, Attend] = {
-    "a window of half the sequence": _masked(lambda i, j, T: (i >= j) & (j > i - T // 2)),
-    "the last keys": _masked(lambda i, j, T: (i >= j) | (j >= T - 2)),
     "a triangle": _masked(lambda i, j, T: torch.ones(T, T, dtype=torch.bool).tril(T // 4)),
-    "scores over the length": lambda m, q, k, v: (q @ k.mT / math.sqrt(q.shape[2])).softmax(-1) @ v,
     "a row of the bias": lambda m, q, k, v: (q @ k.mT * m.bias.weight[q.shape[2]]).softmax(-1) @ v,
     "a mask's sum": lambda m, q, k, v: (
         (q @ k.mT).softmax(-1) @ v / torch.ones(q.shape[2], q.shape[2], dtype=q.dtype).tril().sum()

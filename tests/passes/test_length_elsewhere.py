@@ -58,12 +58,9 @@ def _by_length_into_a_buffer(m, x, T):
 
 ELSEWHERE: dict[str, Use] = {
     "a row": lambda m, x, T: x * m.a[T // 4],
-    "rows": lambda m, x, T: x + m.a[: T // 4].sum(0),
     "a row from the end": lambda m, x, T: x + m.a[-(T // 4)],
     "narrow": lambda m, x, T: x + m.a.narrow(0, T // 8, 1),
     "a diagonal": lambda m, x, T: x @ m.a[:4].tril(T - 6),
-    "copies": lambda m, x, T: x + m.a[:1].repeat(T // 4, 1).sum(0),
-    "padding": lambda m, x, T: x + F.pad(m.a, (0, 0, 0, T // 4), value=1.0).sum(0),
     "features": lambda m, x, T: x * x[..., T // 8 : T // 8 + 1],
     "a feature, bounded": lambda m, x, T: x * x[..., min(T // 8, 3)].unsqueeze(-1),
     "in a checkpoint": lambda m, x, T: checkpoint(lambda y: y + m.a[y.shape[1] // 4], x, use_reentrant=False),
@@ -88,6 +85,9 @@ def test_refused(name: str) -> None:
 
 
 FINE: dict[str, Use] = {
+    "rows": lambda m, x, T: x + m.a[: T // 4].sum(0),
+    "copies": lambda m, x, T: x + m.a[:1].repeat(T // 4, 1).sum(0),
+    "padding": lambda m, x, T: x + F.pad(m.a, (0, 0, 0, T // 4), value=1.0).sum(0),
     "a table cut to the length": lambda m, x, T: x + m.table[:T],
     "constant rows beside a loop": lambda m, x, T: _loop(m, x) * m.a[3] + m.a[:2].sum(0),
     "a constant feature": lambda m, x, T: x * x[..., 1:2],

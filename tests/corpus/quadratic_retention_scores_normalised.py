@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"refused": r"near_retention_scores_normalised\.py.*detach"}
+EXPECTED = {"families": ["constant per head", "constant per head"]}
 LOCAL_LENGTHS = (5,)
 
 
