@@ -166,6 +166,8 @@ def _reduction_of_windows(analysis: Analysis, user_node: fx.Node) -> Plan | None
     node = through_views(output)
     if node.target not in (*_LOSSES, *_SUMS, *_MEANS) or analysis.user_node(node) is not user_node:
         return None
+    if kinds(analysis, node) - {"reduce"}:
+        return None  # of two values whose rows are in another order
     sources = tensors(node)
     shaped_like = max(sources, key=lambda source: source.meta["val"].dim())
     region = _Windows.of(analysis, user_node, sources)

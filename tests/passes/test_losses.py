@@ -114,6 +114,13 @@ def test_values_without_a_limit_in_rows_that_do_not_count() -> None:
         lambda x: (x[:, ::2] * x[:, 1::2]).mean(),
         lambda x: (x[:, 1:] - x[:, :-1]).std(),
         lambda x: F.dropout(x[:, 1:] - x[:, :-1], 0.5).mean(),
+        lambda x: F.mse_loss(x[:, 1:].flatten(0, 1), x[:, :-1].transpose(0, 1).flatten(0, 1)),
+        lambda x: F.cross_entropy(x[:, 1:].flatten(0, 1), x[:, :-1].argmax(-1).t().flatten()),
+        lambda x: F.cross_entropy(x.flatten(0, 1), x.argmax(-1).t().flatten()),
+        lambda x: F.cross_entropy(x[:, 1:], torch.ones(2, 3, dtype=torch.long)),
+        lambda x: F.nll_loss(x, torch.ones(2, 3, dtype=torch.long), weight=x.detach()[0, :, 0].exp()),
+        lambda x: F.cross_entropy(x, torch.ones(2, 3, dtype=torch.long), label_smoothing=0.1),
+        lambda x: F.multi_margin_loss(x[..., 0], torch.ones(2, dtype=torch.long)),
     ],
 )
 def test_other_things_done_with_such_rows_are_refused(loss: Callable[[Tensor], Tensor]) -> None:
