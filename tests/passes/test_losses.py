@@ -95,6 +95,16 @@ def test_loss_on_more_ranks(name: str, world_size: int, local_length: int) -> No
     assert_equivalent(lambda: Model(name), _inputs(world_size * local_length), world_size=world_size)
 
 
+def test_a_batch_that_varies_and_is_as_large_as_the_slice() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return (x[:, 1:] - x[:, :-1]).abs().mean()
+
+    def inputs() -> Tensor:
+        return torch.randn(4, 8, 3, dtype=torch.float64)
+
+    assert_equivalent(lambda: loss, inputs, world_size=2, dynamic=True)
+
+
 def test_values_without_a_limit_in_rows_that_do_not_count() -> None:
     """Behind the last row there is nothing: what is computed there must not reach a gradient."""
 
