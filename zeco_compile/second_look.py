@@ -34,7 +34,7 @@ from zeco_compile.passes.inputs import MARK, graph_inputs
 from zeco_compile.passes.length import ARITHMETIC, BOUNDS, VALUES
 from zeco_compile.passes.locations import Location, user_location
 from zeco_compile.passes.report import Decision, op_name
-from zeco_compile.passes.schema import argument, operand
+from zeco_compile.passes.schema import RESHAPES, argument, operand
 from zeco_compile.passes.torch_private import (
     is_argument,
     is_autograd_function,
@@ -400,7 +400,9 @@ class SecondLook:
         }
 
         def seen(steps: list[Step]) -> list[Step]:
-            return [replace(step, along=()) if place in gone else step for place, step in enumerate(steps)]
+            return _without_copies(
+                [replace(step, along=()) if place in gone else step for place, step in enumerate(steps)]
+            )
 
         _compare(seen(self.first), seen(second), self.length, self.longer)
 
@@ -477,15 +479,54 @@ def _longer(
         longer = length * (
             2 if unrolled and not symbolic and nodes * world_size > _MOST_NODES else world_size
         )
-        rows = torch.arange(longer, device=tensor.device) % length
-        with torch.no_grad():
-            other = tensor.detach().index_select(each.along, rows)
+        other = _lengthened(tensor.detach(), each.along, longer)
         if hasattr(tensor, MARK):
             setattr(other, MARK, getattr(tensor, MARK))
         if symbolic:
             mark_weakly_dynamic(other, each.along)
         replaced[id(tensor)] = other.requires_grad_(tensor.requires_grad)
     return length, longer, replaced
+
+
+def _lengthened(tensor: torch.Tensor, along: int, longer: int) -> torch.Tensor:
+    """The tensor repeated to so many rows, with the strides that the like of it of this length has: a slice of a larger
+    tensor, which a rank's input may be, is not contiguous, and PyTorch's ops take another way with it."""
+    length = tensor.shape[along]
+    repeated = tensor.index_select(along, torch.arange(longer, device=tensor.device) % length)
+    strides = list(tensor.stride())
+    outer = sorted(
+        (stride, -dim, dim) for dim, stride in enumerate(strides) if _is_outside(tensor, dim, along)
+    )
+    before = after = 1
+    for place, (stride, _, dim) in enumerate(outer):
+        if place == 0:
+            strides[dim] = stride + (longer - length) * tensor.stride(along)
+        else:  # what could be merged before can be merged, and nothing else
+            strides[dim] = stride // before * after + stride % before
+        before, after = stride, strides[dim]
+    spread = [1 if stride == 0 else size for size, stride in zip(repeated.shape, strides, strict=True)]
+    if not _is_free_of_overlaps(spread, strides):
+        return repeated
+    other = torch.empty_strided(spread, strides, dtype=tensor.dtype, device=tensor.device)
+    other.copy_(repeated.as_strided(spread, repeated.stride()))
+    return other.expand(repeated.shape)
+
+
+def _is_outside(tensor: torch.Tensor, dim: int, along: int) -> bool:
+    """Dimension `dim` steps over whole runs of dimension `along`."""
+    stride, inner = tensor.stride(dim), tensor.stride(along)
+    return dim != along and (stride > inner or (stride == inner > 0 and dim < along))
+
+
+def _is_free_of_overlaps(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    end = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(strides, sizes, strict=True) if size > 1
+    ):
+        if stride < end:
+            return False
+        end = stride * size
+    return True
 
 
 def _where(gm: fx.GraphModule) -> Location:
@@ -501,6 +542,28 @@ def _compare(first: Sequence[Step], second: Sequence[Step], length: int, longer:
     if len(first) != len(second):
         rest = (first if len(first) > len(second) else second)[min(len(first), len(second))]
         _refuse(rest, f"{len(first)} operations", f"{len(second)}", length, longer)
+
+
+def _without_copies(steps: Sequence[Step]) -> list[Step]:
+    """The steps that compute: no copies, and one name for all reshapes. Whether a reshape has to copy depends on the
+    strides, and of one row (`x[:, :-3]` of four) those are others than of several."""
+    names: dict[str, str] = {}
+    out: list[Step] = []
+    for place, step in enumerate(steps):
+        reads = tuple(_renamed(each, names) for each in step.reads)
+        if step.op == str(torch.ops.aten.clone.default) and len(reads) == 1:
+            names[f"step {place}"] = reads[0]
+            continue
+        names[f"step {place}"] = f"step {len(out)}"
+        reshapes = step.op in map(str, RESHAPES)
+        out.append(replace(step, op=str(RESHAPES[0]) if reshapes else step.op, reads=reads))
+    return out
+
+
+def _renamed(read: str, names: dict[str, str]) -> str:
+    """What a step reads, perhaps as one of several results ("1 of step 5"), under the name that it has now."""
+    place, of, source = read.rpartition(" of ")
+    return f"{place}{of}{names.get(source, source)}"
 
 
 def _told_apart(one: Step, other: Step) -> tuple[str, str]:

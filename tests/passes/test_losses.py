@@ -54,6 +54,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "without the first": lambda y, t, z: y[:, 1:].logsumexp(-1).mean(),
     "without the last two": lambda y, t, z: y[:, :-2].square().sum(dim=1).mean(),
     "two ahead": lambda y, t, z: F.cross_entropy(y[:, :-2].flatten(0, 1), t[:, 2:].flatten()),
+    "three ahead, of which a slice has one row": lambda y, t, z: F.cross_entropy(
+        y[:, :-3].flatten(0, 1), t[:, 3:].flatten()
+    ),
     "cosine": lambda y, t, z: (1 - F.cosine_similarity(y[:, :-1], z[:, 1:], dim=-1)).mean(),
     "next token accuracy and loss": lambda y, t, z: (
         (y[:, :-1].argmax(-1) == t[:, 1:]).float().mean() + F.mse_loss(y[:, :-1], z[:, 1:])
