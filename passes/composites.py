@@ -24,6 +24,7 @@ from zeco_compile.passes.plans import (
     Plan,
     Ranks,
     bytes_of,
+    call_arguments,
     current,
     is_local,
     kinds,
@@ -98,13 +99,13 @@ class _Replay:
         if not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
             return self._has_number(node)
         if mixes:
-            rule = _RULES.get(node.target)
+            rule = _rule_of(analysis, node)
             drawn = (
                 is_random(node)
                 and not analysis.own_mixing(node)
                 and isinstance(node.meta["val"], torch.Tensor)
             )
-            if not drawn and (rule is None or not _is_over_all(analysis, node) or not rule.applies(node)):
+            if not drawn and (rule is None or not rule.applies(node)):
                 return False
         return all(self._is_known(node, *each) for each in _given_arguments(node))
 
@@ -129,6 +130,8 @@ class _Replay:
         if not isinstance(self.analysis.length, int) or name not in VALUES or isinstance(value, bool):
             return True
         if not isinstance(value, int | float) or value in (0, 1, -1) or value != int(value):
+            return True
+        if name == "ignore_index" and value < 0:
             return True
         return value in pytree.tree_leaves((self.user_node.args, self.user_node.kwargs))
 
@@ -185,7 +188,9 @@ class _Replay:
             place: Any = node.args[1]
             return whole[place] if isinstance(whole, tuple) else over.call(operator.getitem, whole, place)
         if mixes and not is_random(node):
-            return _RULES[node.target].emit(over, node, *(env[n] for n in tensors(node)))
+            rule = _rule_of(self.analysis, node)
+            assert rule is not None, "what mixes has a rule, or the call is not replayed"
+            return rule.emit(over, node, *(env[n] for n in tensors(node)))
         args, kwargs = [], {}
         for index, (name, value) in enumerate(_given_arguments(node)):
             new = pytree.tree_map(lambda leaf, name=name: self._leaf(over, name, leaf, env), value)
@@ -227,6 +232,28 @@ def _given_arguments(node: fx.Node) -> list[tuple[str, Any]]:
 def _affine(node: fx.Node, analysis: Analysis) -> int | None:
     """c, if the number is a multiple of the length plus c."""
     return affine_constant(node.meta["val"], sympy.sympify(analysis.length).free_symbols)
+
+
+def _rule_of(analysis: Analysis, node: fx.Node) -> _Rule | None:
+    """What computes an op over all ranks, where that is what the op is."""
+    if _picks_positions(analysis, node):
+        return _PICKED
+    return _RULES.get(node.target) if _is_over_all(analysis, node) else None
+
+
+def _picks_positions(analysis: Analysis, node: fx.Node) -> bool:
+    """The negative log likelihood of labels that are positions: the classes are the whole sequence, and nothing else
+    has rows of it."""
+    if node.target not in _NLL_LOSSES or kinds(analysis, node) != {"look-up"}:
+        return False
+    scores, labels = operand(node, 0), operand(node, 1)
+    classes = _class_dim(scores)
+    return (
+        analysis.track.sequence_dims(scores) == [classes]
+        and analysis.track.axes.is_whole_sequence(analysis.track.dims(scores)[classes])
+        and not analysis.track.sequence_dims(labels)
+        and not analysis.is_misaligned(node)
+    )
 
 
 def _is_over_all(analysis: Analysis, node: fx.Node) -> bool:
@@ -459,6 +486,50 @@ def _nll_loss(over: Over, node: fx.Node, *values: fx.Node) -> Any:
 
 
 _AS_SUM = 2
+_NLL_LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+
+
+def _class_dim(scores: fx.Node) -> int:
+    return min(1, scores.meta["val"].dim() - 1)
+
+
+def _picked(over: Over, node: fx.Node, scores: fx.Node, labels: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Labels [N, ...] are positions of the whole sequence, scores [N, T, ...] (or [T]) those of the slice: each is
+    looked up by the rank that has it. Labels that no rank has raise, as they do without ranks."""
+    made, dim = node.meta["val"], _class_dim(operand(node, 0))
+    scores = over.wide(scores, operand(node, 0).meta["val"].dtype)
+    length = over.call(aten.sym_size.int, scores, dim)
+    whole = over.call(operator.mul, length, over.ranks.world_size)
+    counts = over.call(torch.ne, labels, _ignored(over.emit.user_node))
+    place = over.call(torch.sub, labels, over.call(operator.mul, length, over.ranks.rank))
+    inside = [over.call(torch.ge, place, 0), over.call(torch.lt, place, length)]
+    here = over.call(torch.logical_and, counts, over.call(torch.logical_and, *inside))
+    known = [over.call(torch.ge, labels, 0), over.call(torch.lt, labels, whole)]
+    elsewhere = over.call(
+        torch.logical_or, over.call(torch.logical_and, *known), over.call(torch.eq, counts, False)
+    )
+    index = over.call(torch.where, here, place, over.call(torch.where, elsewhere, 0, whole))
+    found = over.call(torch.gather, scores, dim, over.call(torch.unsqueeze, index, dim))
+    found = over.call(torch.squeeze, found, dim)
+    losses = over.everywhere(over.call(torch.where, here, over.call(torch.neg, found), 0))
+    number = over.call(aten.to.dtype, over.call(torch.sum, counts), made[1].dtype)
+    if argument(node, "reduction") != 0:
+        losses = over.call(torch.sum, losses)
+    if argument(node, "reduction") == 1:
+        losses = over.call(torch.div, losses, number)
+    return over.call(aten.to.dtype, losses, made[0].dtype), number
+
+
+def _ignored(user_node: fx.Node) -> Any:
+    """The label that does not count, as the call has it by now: `ignore_index=x.shape[1]` is the whole length."""
+    names = ("input", "target", "weight", "size_average", "ignore_index")
+    return call_arguments(user_node, names).get("ignore_index", -100)
+
+
+def _has_no_weights(node: fx.Node) -> bool:
+    """Weights of classes that are positions would be as long as the whole sequence."""
+    return argument(node, "weight") is None
+
 
 _RULES: dict[Any, _Rule] = {
     aten._softmax.default: _Rule(_softmax, _is_real),
@@ -486,5 +557,7 @@ _RULES: dict[Any, _Rule] = {
         ),
         _Rule(_loss, _is_real),
     ),
-    **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _Rule(_nll_loss)),
+    **dict.fromkeys(_NLL_LOSSES, _Rule(_nll_loss, lambda node: isinstance(argument(node, "ignore_index"), int))),
 }  # fmt: skip
+
+_PICKED = _Rule(_picked, _has_no_weights)

@@ -72,9 +72,9 @@ class UnsupportedOp(CompileError):
         why: str,
         hints: Sequence[str] = (),
         node: str = "",
-        gather: bool = True,
+        gather: bool = False,
     ) -> None:
-        """`gather` says that the option "gather" may help."""
+        """`gather` says that the option "gather" can compute it."""
         self.op = op
         self.node = node
         context = [("graph node", node)] if node else []

@@ -28,8 +28,8 @@ from zeco_compile.passes.analysis import Analysis, State
 from zeco_compile.passes.length import depends_on, global_number
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.modes import is_transform, modes
-from zeco_compile.passes.plans import Emit, Plan, Ranks, settle, settled
-from zeco_compile.passes.region import Region, Sizes, cut_region
+from zeco_compile.passes.plans import Emit, Plan, Ranks, bytes_of, settle, settled
+from zeco_compile.passes.region import Region, cut_region
 from zeco_compile.passes.report import op_name
 from zeco_compile.passes.schema import is_random, shape
 from zeco_compile.passes.sizes import Size
@@ -64,7 +64,7 @@ def gather_region(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         "gathered",
         f"{len(copied)} node(s) on the whole sequence",
         _copying(analysis, copied, gathered, user_node, results),
-        tuple(("among all ranks", _slice_bytes(analysis, value)) for value, _ in gathered.values()),
+        tuple(("among all ranks", bytes_of(analysis, value)) for value, _ in gathered.values()),
         copied,
     )
 
@@ -200,13 +200,6 @@ def depends(analysis: Analysis, size: Size) -> bool:
     """The size is computed from the length."""
     symbols = sympy.sympify(analysis.length).free_symbols
     return bool(sympy.sympify(size).free_symbols & symbols)
-
-
-def _slice_bytes(analysis: Analysis, node: fx.Node) -> int:
-    count = node.meta["val"].dtype.itemsize
-    for size in Sizes(analysis, analysis.real_length).shape(node):
-        count *= size
-    return int(count)
 
 
 def _copying(

@@ -44,7 +44,7 @@ from zeco_compile.passes.plans import (
     single_output,
     substitute,
 )
-from zeco_compile.passes.schema import RESHAPES, argument, is_random, operand, tensors
+from zeco_compile.passes.schema import RESHAPES, argument, is_random, operand, shape, tensors
 from zeco_compile.passes.sizes import same_size, size_of
 from zeco_compile.passes.tracking import Tracking
 
@@ -96,6 +96,8 @@ def _sdpa(analysis: Analysis, user_node: fx.Node) -> Plan:
     for name, node in (("query", query), ("key", key), ("value", value)):
         if analysis.track.sequence_dims(node) not in ([node.meta["val"].dim() - 2], []):
             raise _Unfit(f"the {name} has the sequence in another dimension")
+        if analysis.is_window(node):
+            raise _Unfit(f"the {name} has some rows of the sequence alone")
     if not analysis.track.sequence_dims(query):
         raise _Unfit("the query does not run along the sequence")
     parts = [region.need(query, _roles(analysis, query, "row"))]
@@ -496,6 +498,9 @@ class _Region:
         dim = argument(node, "dim", 0) % node.meta["val"].dim()
         if argument(node, "start", 0) not in (0, None) or argument(node, "step", 1) != 1:
             raise _Unfit("rows of a table that do not begin with the first")
+        symbols = sympy.sympify(self.analysis.length).free_symbols
+        if sympy.sympify(shape(operand(node, 0))[dim]).free_symbols & symbols:
+            raise _Unfit("rows of a table that is as long as this rank's slice, and longer")
         role = part.roles[dim]
         source = self.need(operand(node, 0), (*part.roles[:dim], None, *part.roles[dim + 1 :]))
 
@@ -542,8 +547,10 @@ class _Region:
         if target is aten.slice.Tensor:
             dim = argument(node, "dim", 0) % len(part.roles)
             if part.roles[dim] is not None:
-                (source,) = sources.values()
-                return lambda writer: writer.env[source]  # all of the rows, or it would be a window
+                ((value, source),) = sources.items()
+                if self.analysis.is_window(node) or self.analysis.is_window(value):
+                    raise _Unfit(f"`{node}` cuts off rows of the sequence")
+                return lambda writer: writer.env[source]
 
         def compute(writer: _Writer) -> fx.Node:
             args, kwargs = writer.arguments(node, sources)

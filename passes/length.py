@@ -41,6 +41,7 @@ VALUES = frozenset(
         "s",
         "weight",
         "lambd",
+        "ignore_index",
     }
 )
 SIZES = frozenset(

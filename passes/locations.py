@@ -61,9 +61,10 @@ UNKNOWN = Location()
 def user_location(node: fx.Node | None) -> Location:
     """The innermost line of user code in the node's stack trace.
 
-    User code is what lies outside PyTorch, this package, Python's standard library and generated code; a
-    model library (transformers, fla) counts as user code. Where no frame is user code, the innermost frame
-    is given instead, and ``UNKNOWN`` where the node carries no stack trace. Never raises.
+    User code is what lies outside PyTorch, this package, Python's standard library, generated code, and
+    libraries that rearrange tensors (einops); a model library (transformers, fla) counts as user code. Where no
+    frame is user code, the innermost frame is given instead, and ``UNKNOWN`` where the node carries no stack
+    trace. Never raises.
     """
     return innermost_user_frame(getattr(node, "stack_trace", None))
 
@@ -156,9 +157,15 @@ def _library_folders() -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"{folder}{os.sep}" for folder in folders))
 
 
+_REARRANGING = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:einops|opt_einsum)[/\\]")
+"""Installed libraries whose calls stand for an op of PyTorch's."""
+
+
 @cache
 def _is_library(file: str) -> bool:
     resolved = os.path.realpath(file)
+    if _REARRANGING.search(resolved):
+        return True
     # Third-party packages are installed below the standard library's folder, but are not part of it.
     third_party = f"{os.sep}site-packages{os.sep}" in resolved or f"{os.sep}dist-packages{os.sep}" in resolved
     for folder in _library_folders():

@@ -26,6 +26,7 @@ from zeco_compile.passes.plans import (
     call_arguments,
     current,
     is_local,
+    kinds,
     row_dim,
     single_output,
     substitute,
@@ -46,7 +47,7 @@ def cross_entropy(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     call = _CrossEntropy.of(analysis, user_node)
     if call is None or not (is_local(analysis, call.logits) and is_local(analysis, call.labels)):
         return None
-    if not analysis.track.sequence_dims(call.logits) and not analysis.track.sequence_dims(call.labels):
+    if not analysis.track.sequence_dims(call.labels):
         return None
 
     def apply(ranks: Ranks) -> None:
@@ -68,7 +69,11 @@ class _CrossEntropy:
 
     @classmethod
     def of(cls, analysis: Analysis, user_node: fx.Node) -> _CrossEntropy | None:
+        """None for another call, and where anything but the sum over the labels looks at other positions: where the
+        classes are the positions (composites.py has a rule for these), or logits and labels do not match."""
         if user_node.target is not torch.nn.functional.cross_entropy:
+            return None
+        if any(kinds(analysis, node) - {"reduce"} for node in analysis.shadow.groups.get(user_node, [])):
             return None
         given = call_arguments(user_node, _CE_NAMES)
         reduction = given.get("reduction", "mean")
@@ -127,7 +132,7 @@ _CE_NAMES = (
 def over_windows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     """A sum or a mean, or a loss that ends in one, over rows that were cut off at one end or at both."""
     call = _CrossEntropy.of(analysis, user_node)
-    if call is not None:
+    if call is not None and analysis.track.sequence_dims(call.labels):
         region = _Windows.of(analysis, user_node, [call.logits, call.labels])
         if region is None:
             return None
@@ -161,6 +166,8 @@ def _reduction_of_windows(analysis: Analysis, user_node: fx.Node) -> Plan | None
     node = through_views(output)
     if node.target not in (*_LOSSES, *_SUMS, *_MEANS) or analysis.user_node(node) is not user_node:
         return None
+    if kinds(analysis, node) - {"reduce"}:
+        return None  # of two values whose rows are in another order
     sources = tensors(node)
     shaped_like = max(sources, key=lambda source: source.meta["val"].dim())
     region = _Windows.of(analysis, user_node, sources)

@@ -100,7 +100,6 @@ def refuse_inner_gradients(gm: fx.GraphModule) -> None:
                 "write the derivative out, or make this call outside of the compiled function",
             ],
             node=str(node),
-            gather=False,
         )
 
 

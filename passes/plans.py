@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State
 from zeco_compile.passes.checkpoints import inherit
 from zeco_compile.passes.modes import reason_against
-from zeco_compile.passes.region import Sizes
-from zeco_compile.passes.schema import operand
+from zeco_compile.passes.schema import operand, shape
 
 aten = torch.ops.aten
 
@@ -104,10 +104,9 @@ VIEWS = (
 
 def bytes_of(analysis: Analysis, value: fx.Node, along: int | None = None, rows: int = 1) -> int:
     """Bytes of a value, or of some of its rows along the sequence, at the sizes of this call."""
-    at = Sizes(analysis, analysis.real_length)
-    count = value.meta["val"].dtype.itemsize
-    for i, dim in enumerate(analysis.track.dims(value)):
-        count *= rows if i == along else at.of_dim(dim)
+    count, at_hand = value.meta["val"].dtype.itemsize, analysis.track.axes.facts.hints
+    for i, size in enumerate(shape(value)):
+        count *= rows if i == along else sympy.sympify(size).subs(at_hand)
     return int(count)
 
 

@@ -118,8 +118,8 @@ def recognize(
     of a gate above all. They are taken with `running_sums` only, once all else has been found. Nodes of the user's
     graph where it is known already that no region ends are passed over: `not_again`, unless they are computed from what
     has been found since, as a second layer is. So are those where something else ends that will be made right (softmax
-    attention): `otherwise`; and what is no region may end something else, too: `at_last`. What is `carried` from rank to
-    rank counts as found now; a cumulative sum does where it is no running sum that the operator computes.
+    attention): `otherwise`; and what is no region may end something else, too: `at_last`. What is `carried` from rank
+    to rank counts as found now; a cumulative sum does where it is no running sum that the operator computes.
     """
     found = Recognition()
     behind = set[fx.Node]()  # computed from what has been found now

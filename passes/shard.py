@@ -23,6 +23,7 @@ from zeco_compile.passes.plans import Plan, Ranks, settled
 from zeco_compile.passes.report import Communication, Decision, Report, op_name, user_op_name
 from zeco_compile.passes.sharding_rules import plan
 from zeco_compile.passes.sorted_rows import departure
+from zeco_compile.passes.transitions import peculiarity
 
 aten = torch.ops.aten
 
@@ -66,9 +67,11 @@ def shard(
     report: Report,
     *,
     attempts: Sequence[tuple[fx.Node, str]] = (),
+    fallback: Fallback | None = None,
 ) -> int:
-    """Rewrites the graph of `analysis` and returns at how many places. `attempts` are what recognition tried, for
-    the message of a refusal. Raises UnsupportedOp before anything is changed."""
+    """Rewrites the graph of `analysis` and returns at how many places. `attempts` are what recognition tried, and
+    `fallback` is what an option would do about it, for the message of a refusal. Raises UnsupportedOp before anything
+    is changed."""
     plans: dict[fx.Node, Plan] = {}
 
     def handled(user_node: fx.Node) -> bool:
@@ -90,7 +93,7 @@ def shard(
         return found is not None
 
     assign_states(analysis, handled, fall_back)
-    refuse_mixed(analysis, attempts, {node for found in plans.values() for node in found.covers})
+    refuse_mixed(analysis, attempts, {node for found in plans.values() for node in found.covers}, fallback)
     for user_node, found in plans.items():
         _note(report, user_node, found)
     for found in plans.values():
@@ -112,6 +115,17 @@ def _does_nothing(analysis: Analysis, user_node: fx.Node) -> bool:
 def gather_one(analysis: Analysis, ranks: Ranks, report: Report, fallback: Fallback) -> bool:
     """Makes the first node right that only `fallback` can make right; False if there is none. What follows it has to
     be analysed anew: the axes of its result are known only once it is there."""
+    found = _gathered(analysis, fallback, bool)
+    for user_node, gathered in found:
+        _note(report, user_node, gathered)
+        gathered.apply(ranks)
+    return bool(found)
+
+
+def _gathered(
+    analysis: Analysis, fallback: Fallback, enough: Callable[[list[tuple[fx.Node, Plan]]], bool]
+) -> list[tuple[fx.Node, Plan]]:
+    """The nodes that only `fallback` can make right, as long as those found are not `enough`."""
     found: list[tuple[fx.Node, Plan]] = []
 
     def handled(user_node: fx.Node) -> bool:
@@ -119,7 +133,7 @@ def gather_one(analysis: Analysis, ranks: Ranks, report: Report, fallback: Fallb
         return known or _carried(analysis, user_node) is not None
 
     def settle(user_node: fx.Node) -> bool:
-        if found or over_windows(analysis, user_node) or over_all_keys(analysis, user_node):
+        if enough(found) or over_windows(analysis, user_node) or over_all_keys(analysis, user_node):
             return True
         gathered = fallback(analysis, user_node)
         if gathered is not None:
@@ -127,10 +141,7 @@ def gather_one(analysis: Analysis, ranks: Ranks, report: Report, fallback: Fallb
         return gathered is not None
 
     assign_states(analysis, handled, settle)
-    for user_node, gathered in found:
-        _note(report, user_node, gathered)
-        gathered.apply(ranks)
-    return bool(found)
+    return found
 
 
 def _note(report: Report, user_node: fx.Node, found: Plan) -> None:
@@ -146,10 +157,11 @@ def refuse_mixed(
     analysis: Analysis,
     attempts: Sequence[tuple[fx.Node, str]] = (),
     replaced: Collection[fx.Node] = (),
+    fallback: Fallback | None = None,
 ) -> None:
     """Raises UnsupportedOp for the first node of the user's graph whose result is not what it should be.
 
-    Nodes in `replaced` will be gone.
+    Nodes in `replaced` will be gone. The message says so where `fallback` would make the node right.
     """
     found: list[tuple[fx.Node, fx.Node]] = []
     for user_node in analysis.gm.graph.nodes:
@@ -163,13 +175,30 @@ def refuse_mixed(
         return
     # A mask made from sizes alone is harmless where what it is for is: the first op on the user's values says more.
     user_node, node = next((each for each in found if not analysis.is_constant(each[1])), found[0])
+    if (peculiar := peculiarity(analysis, node)) is not None:
+        attempts = ()  # why it is not linear attention is said
+    why, hints = _why(analysis, node, user_node, attempts), _hints(analysis, user_node, attempts)
+    why = why if peculiar is None else f"{why} {peculiar}"
+    gathers = fallback is not None and _would_be_gathered(analysis, user_node, fallback)
+    if not gathers:
+        hints.append(
+            "compile what is before and after it, and compute it on the whole sequence in between "
+            "(zeco_compile.gather_sequence, shard_sequence)"
+        )
     raise UnsupportedOp(
         user_op_name(user_node),
         location=user_location(user_node),
-        why=_why(analysis, node, user_node, attempts),
-        hints=_hints(analysis, user_node, attempts),
+        why=why,
+        hints=hints,
         node=str(user_node),
+        gather=gathers,
     )
+
+
+def _would_be_gathered(analysis: Analysis, user_node: fx.Node, fallback: Fallback) -> bool:
+    """Whether `gather_one` would come to a region that has this node. Assigns states anew."""
+    found = _gathered(analysis, fallback, lambda regions: False)
+    return any(at is user_node or user_node in region.covers for at, region in found)
 
 
 def _why(
@@ -186,7 +215,8 @@ def _why(
     elif analysis.is_table_lookup(node):
         what = "it reads rows by position from a tensor that is whole on every rank, in a way that is not followed"
     else:
-        what = f"it looks at other positions ({', '.join(sorted(kinds))} along the sequence: `{operation}`)"
+        ways = ", ".join(sorted(kinds - {"along"}))
+        what = f"it looks at other positions ({ways}{' ' if ways else ''}along the sequence: `{operation}`)"
         if "cat" in kinds:
             what += (
                 "; rows put beside those of the sequence (learned tokens, registers) are of no rank's slice"

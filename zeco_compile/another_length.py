@@ -27,15 +27,54 @@ def longer_inputs(
         if each.along is None:
             continue
         tensor = example_inputs[each.index]
-        rows = torch.arange(longer, device=tensor.device) % tensor.shape[each.along]
-        with torch.no_grad():
-            other = tensor.detach().index_select(each.along, rows)
+        other = lengthened(tensor.detach(), each.along, longer)
         if hasattr(tensor, MARK):
             setattr(other, MARK, getattr(tensor, MARK))
         if symbolic:
             mark_weakly_dynamic(other, each.along)
         replaced[id(tensor)] = other.requires_grad_(tensor.requires_grad)
     return replaced
+
+
+def lengthened(tensor: torch.Tensor, along: int, longer: int) -> torch.Tensor:
+    """The tensor repeated to so many rows, with the strides that the like of it of this length has: a slice of a larger
+    tensor, which a rank's input may be, is not contiguous, and PyTorch's ops take another way with it."""
+    length = tensor.shape[along]
+    repeated = tensor.index_select(along, torch.arange(longer, device=tensor.device) % length)
+    strides = list(tensor.stride())
+    outer = sorted(
+        (stride, -dim, dim) for dim, stride in enumerate(strides) if _is_outside(tensor, dim, along)
+    )
+    before = after = 1
+    for place, (stride, _, dim) in enumerate(outer):
+        if place == 0:
+            strides[dim] = stride + (longer - length) * tensor.stride(along)
+        else:  # what could be merged before can be merged, and nothing else
+            strides[dim] = stride // before * after + stride % before
+        before, after = stride, strides[dim]
+    spread = [1 if stride == 0 else size for size, stride in zip(repeated.shape, strides, strict=True)]
+    if not _is_free_of_overlaps(spread, strides):
+        return repeated
+    other = torch.empty_strided(spread, strides, dtype=tensor.dtype, device=tensor.device)
+    other.copy_(repeated.as_strided(spread, repeated.stride()))
+    return other.expand(repeated.shape)
+
+
+def _is_outside(tensor: torch.Tensor, dim: int, along: int) -> bool:
+    """Dimension `dim` steps over whole runs of dimension `along`."""
+    stride, inner = tensor.stride(dim), tensor.stride(along)
+    return dim != along and (stride > inner or (stride == inner > 0 and dim < along))
+
+
+def _is_free_of_overlaps(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    end = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(strides, sizes, strict=True) if size > 1
+    ):
+        if stride < end:
+            return False
+        end = stride * size
+    return True
 
 
 def look_at(
@@ -45,7 +84,7 @@ def look_at(
     what went wrong. To be called within the compilation of a graph."""
     failed: list[Exception] = []
 
-    def lengthened(value: Any) -> Any:
+    def replacing(value: Any) -> Any:
         return replaced.get(id(value), value)
 
     def backend(other: fx.GraphModule, others: Sequence[Any]) -> Callable[..., Any]:
@@ -57,7 +96,7 @@ def look_at(
 
     try:
         torch_private.root_frame().compile(
-            lambda tree: pytree.tree_map_only(torch.Tensor, lengthened, tree), backend
+            lambda tree: pytree.tree_map_only(torch.Tensor, replacing, tree), backend
         )
     except _Seen:
         pass

@@ -357,7 +357,8 @@ def _length(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
 
 def _shard(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     _take_whole_length(work, analysis)
-    if work.settings.on_unsupported == "gather":
+    gathers = work.settings.on_unsupported == "gather"
+    if gathers:
         while shard.gather_one(analysis, work.ranks, work.report, gather.gather_region):
             work.gm.graph.lint()
             work.gm.recompile()
@@ -366,7 +367,13 @@ def _shard(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
             assert again is not None, "the inputs are the same after every rewrite"
             analysis = again
             _take_whole_length(work, analysis)
-    record.matches += shard.shard(analysis, work.ranks, work.report, attempts=work.attempts)
+    record.matches += shard.shard(
+        analysis,
+        work.ranks,
+        work.report,
+        attempts=work.attempts,
+        fallback=None if gathers else gather.gather_region,  # what has been tried is no advice
+    )
 
 
 def _take_whole_length(work: _Rewriting, analysis: Analysis) -> None:

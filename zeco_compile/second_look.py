@@ -33,7 +33,7 @@ from zeco_compile.passes.inputs import GraphInput, graph_inputs
 from zeco_compile.passes.length import ARITHMETIC, BOUNDS, VALUES
 from zeco_compile.passes.locations import Location, user_location
 from zeco_compile.passes.report import Decision, op_name
-from zeco_compile.passes.schema import argument, operand
+from zeco_compile.passes.schema import RESHAPES, argument, operand
 from zeco_compile.passes.torch_private import (
     is_argument,
     is_autograd_function,
@@ -372,9 +372,9 @@ class SecondLook:
 
         def seen(steps: list[Step]) -> list[Step]:
             out = [replace(step, along=()) if place in gone else step for place, step in enumerate(steps)]
-            return [
-                replace(step, numbers=()) if place in renumbered else step for place, step in enumerate(out)
-            ]
+            return _without_copies(
+                [replace(step, numbers=()) if place in renumbered else step for place, step in enumerate(out)]
+            )
 
         _compare(seen(self.first), seen(second), self.length, self.longer)
 
@@ -436,6 +436,28 @@ def _compare(first: Sequence[Step], second: Sequence[Step], length: int, longer:
     if len(first) != len(second):
         rest = (first if len(first) > len(second) else second)[min(len(first), len(second))]
         _refuse(rest, f"{len(first)} operations", f"{len(second)}", length, longer)
+
+
+def _without_copies(steps: Sequence[Step]) -> list[Step]:
+    """The steps that compute: no copies, and one name for all reshapes. Whether a reshape has to copy depends on the
+    strides, and of one row (`x[:, :-3]` of four) those are others than of several."""
+    names: dict[str, str] = {}
+    out: list[Step] = []
+    for place, step in enumerate(steps):
+        reads = tuple(_renamed(each, names) for each in step.reads)
+        if step.op == str(torch.ops.aten.clone.default) and len(reads) == 1:
+            names[f"step {place}"] = reads[0]
+            continue
+        names[f"step {place}"] = f"step {len(out)}"
+        reshapes = step.op in map(str, RESHAPES)
+        out.append(replace(step, op=str(RESHAPES[0]) if reshapes else step.op, reads=reads))
+    return out
+
+
+def _renamed(read: str, names: dict[str, str]) -> str:
+    """What a step reads, perhaps as one of several results ("1 of step 5"), under the name that it has now."""
+    place, of, source = read.rpartition(" of ")
+    return f"{place}{of}{names.get(source, source)}"
 
 
 def _told_apart(one: Step, other: Step) -> tuple[str, str]:

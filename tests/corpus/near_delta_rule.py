@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-EXPECTED = {"refused": r"near_delta_rule\.py"}
+EXPECTED = {"refused": r"(?s)near_delta_rule\.py.*as a delta rule does"}
 LOCAL_LENGTHS = (5,)
 
 

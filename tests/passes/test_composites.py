@@ -31,6 +31,12 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor | tuple[Tensor, ...]]] = {
         F.nll_loss(y.log_softmax(-1).flatten(0, 1), x.argmax(-1).flatten(), ignore_index=1)
         + F.nll_loss(y.log_softmax(-1).mT, x.argmax(-1), reduction="sum")
     ),
+    "negative log likelihood of positions": lambda y, x: (
+        F.cross_entropy(y, torch.tensor([[0, 5, 3, 7], [7, 1, 3, 3]]), ignore_index=3, reduction="none").sum()
+        + F.cross_entropy(y.mT.flatten(0, 1), torch.full((8,), 6), reduction="sum")
+        + F.nll_loss(y[..., 0].log_softmax(1), torch.tensor([2, -100]))
+    ),
+    "cross entropy with probabilities of positions": lambda y, x: F.cross_entropy(y, x.softmax(1)),
     "cosine similarity": lambda y, x: F.cosine_similarity(y, x, dim=1),
     "deviation that is zero": lambda y, x: (y * torch.tensor([0.0, 1, 1, 1], dtype=x.dtype)).std(1),
     "equal extremes": lambda y, x: (y.clamp(-0.1, 0.1).amax(1), y.clamp(-0.1, 0.1).min(), y.amin((1, 2))),

@@ -65,7 +65,7 @@ def compile_and_call(function, raise_error, **compile_options):
 
 
 def unsupported(node):
-    return UnsupportedOp("torch.flip", location=user_location(node), why="it mixes positions.")
+    return UnsupportedOp("torch.flip", location=user_location(node), why="it mixes positions.", gather=True)
 
 
 # messages
@@ -78,6 +78,7 @@ def test_message_of_an_unsupported_op():
         why="it reverses the sequence.",
         hints=["flip before sharding"],
         node="flip_1",
+        gather=True,
     )
     assert str(error) == (
         "`torch.flip` cannot be computed on one rank's slice of the sequence.\n"

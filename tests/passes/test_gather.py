@@ -81,6 +81,40 @@ def test_equal(function):
     assert_equivalent(lambda: Model(function), inputs, world_size=2, options=GATHER)
 
 
+GATHERED = 'set options={"on_unsupported": "gather"}'
+
+
+@pytest.mark.parametrize(
+    ("function", "helps"),
+    [
+        (lambda m, x: m.query(x).flip(1), True),
+        (lambda m, x: m.query(x).flip(1).cummax(1).values, True),
+        (lambda m, x: torch.fft.fft(x, dim=1).real, True),
+        (lambda m, x: x * torch.linspace(0, 1, x.shape[1])[:, None], False),
+        (
+            lambda m, x: torch.stack(
+                [h := x[:, 0]] + [h := (h + x[:, t]).tanh() for t in range(1, x.shape[1])], 1
+            ),
+            False,
+        ),
+    ],
+)
+def test_the_option_is_advised_where_it_helps(function, helps):
+    (message, _) = assert_refused(lambda: Model(function), inputs, world_size=2)
+    assert (GATHERED in message) == helps
+
+
+def test_the_option_is_not_advised_where_it_is_set():
+    (message, _) = assert_refused(
+        lambda: Model(lambda m, x: x * torch.linspace(0, 1, x.shape[1])[:, None]),
+        inputs,
+        world_size=2,
+        options=GATHER,
+    )
+    assert GATHERED not in message
+    assert "zeco_compile.gather_sequence" in message
+
+
 def test_equal_on_three_ranks():
     assert_equivalent(
         lambda: Model(lambda m, x: attention(m, x).topk(3, dim=1)[0]), inputs, world_size=3, options=GATHER

@@ -182,9 +182,19 @@ def test_linear_attention_behind_it_is_recognised() -> None:
         lambda m, q, k, v: (q @ k.mT).cumsum(-2).softmax(-1) @ v,
         lambda m, q, k, v: (q @ k.mT).softmax(-1).mT @ v,
         lambda m, q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.5) @ v,
+        lambda m, q, k, v: F.scaled_dot_product_attention(q, k[..., :-1, :], v[..., :-1, :]),
+        lambda m, q, k, v: F.scaled_dot_product_attention(q, k[..., 1:, :], v[..., :-1, :], is_causal=True),
+        lambda m, q, k, v: F.pad(
+            F.scaled_dot_product_attention(q[..., 1:, :], k[..., :-1, :], v[..., :-1, :], is_causal=True),
+            (0, 0, 1, 0),
+        ),
+        lambda m, q, k, v: (q @ k[..., :-1, :].mT).softmax(-1) @ v[..., :-1, :],
+        lambda m, q, k, v: F.scaled_dot_product_attention(
+            q, k, v, attn_mask=torch.ones(q.shape[-2] + 1, q.shape[-2] + 1, dtype=torch.bool).tril()[1:, :-1]
+        ),
     ],
 )
-def test_what_needs_other_queries_is_refused(attend: Attend) -> None:
+def test_what_needs_other_queries_or_some_keys_alone_is_refused(attend: Attend) -> None:
     assert_refused(
         lambda: Model(attend),
         lambda: torch.randn(2, 8, 8, dtype=torch.float64),

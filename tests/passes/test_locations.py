@@ -95,6 +95,13 @@ def test_a_model_library_counts_as_user_code():
     assert innermost_user_frame(frame(library, 2, "forward", "y = x")).file == library
 
 
+def test_a_library_that_rearranges_tensors_is_none_of_the_users():
+    own = frame("/home/someone/model.py", 7, "forward", 'y = rearrange(x, "b t d -> t b d")')
+    library = frame(f"{Path(TORCH).parent}/einops/_backends.py", 9, "transpose", "return x.permute(axes)")
+    assert innermost_user_frame(own + library).file == "/home/someone/model.py"
+    assert innermost_user_frame(frame("/home/someone/einops/model.py", 7, "f", "y = x")).line == 7
+
+
 def test_only_library_frames_give_the_innermost_of_them():
     stack = frame(f"{TORCH}/a.py", 1, "f", "x") + frame(f"{TORCH}/b.py", 2, "g", "y")
     assert innermost_user_frame(stack) == Location(f"{TORCH}/b.py", 2, "g", "y")

@@ -54,6 +54,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "without the first": lambda y, t, z: y[:, 1:].logsumexp(-1).mean(),
     "without the last two": lambda y, t, z: y[:, :-2].square().sum(dim=1).mean(),
     "two ahead": lambda y, t, z: F.cross_entropy(y[:, :-2].flatten(0, 1), t[:, 2:].flatten()),
+    "three ahead, of which a slice has one row": lambda y, t, z: F.cross_entropy(
+        y[:, :-3].flatten(0, 1), t[:, 3:].flatten()
+    ),
     "cosine": lambda y, t, z: (1 - F.cosine_similarity(y[:, :-1], z[:, 1:], dim=-1)).mean(),
     "next token accuracy and loss": lambda y, t, z: (
         (y[:, :-1].argmax(-1) == t[:, 1:]).float().mean() + F.mse_loss(y[:, :-1], z[:, 1:])
@@ -95,6 +98,16 @@ def test_loss_on_more_ranks(name: str, world_size: int, local_length: int) -> No
     assert_equivalent(lambda: Model(name), _inputs(world_size * local_length), world_size=world_size)
 
 
+def test_a_batch_that_varies_and_is_as_large_as_the_slice() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return (x[:, 1:] - x[:, :-1]).abs().mean()
+
+    def inputs() -> Tensor:
+        return torch.randn(4, 8, 3, dtype=torch.float64)
+
+    assert_equivalent(lambda: loss, inputs, world_size=2, dynamic=True)
+
+
 def test_values_without_a_limit_in_rows_that_do_not_count() -> None:
     """Behind the last row there is nothing: what is computed there must not reach a gradient."""
 
@@ -114,6 +127,13 @@ def test_values_without_a_limit_in_rows_that_do_not_count() -> None:
         lambda x: (x[:, ::2] * x[:, 1::2]).mean(),
         lambda x: (x[:, 1:] - x[:, :-1]).std(),
         lambda x: F.dropout(x[:, 1:] - x[:, :-1], 0.5).mean(),
+        lambda x: F.mse_loss(x[:, 1:].flatten(0, 1), x[:, :-1].transpose(0, 1).flatten(0, 1)),
+        lambda x: F.cross_entropy(x[:, 1:].flatten(0, 1), x[:, :-1].argmax(-1).t().flatten()),
+        lambda x: F.cross_entropy(x.flatten(0, 1), x.argmax(-1).t().flatten()),
+        lambda x: F.cross_entropy(x[:, 1:], torch.ones(2, 3, dtype=torch.long)),
+        lambda x: F.nll_loss(x, torch.ones(2, 3, dtype=torch.long), weight=x.detach()[0, :, 0].exp()),
+        lambda x: F.cross_entropy(x, torch.ones(2, 3, dtype=torch.long), label_smoothing=0.1),
+        lambda x: F.multi_margin_loss(x[..., 0], torch.ones(2, dtype=torch.long)),
     ],
 )
 def test_other_things_done_with_such_rows_are_refused(loss: Callable[[Tensor], Tensor]) -> None:

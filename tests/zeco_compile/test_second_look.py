@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zeco_compile.another_length import lengthened
 from zeco_compile.passes.errors import LengthInValue
 from zeco_compile.testing import assert_equivalent, assert_refused
 
@@ -117,3 +118,45 @@ def test_the_function_is_not_run_and_keeps_its_state() -> None:
 
     inputs = lambda: torch.randn(2, 6, 6, dtype=torch.float64)  # noqa: E731
     assert_equivalent(Counting, inputs, world_size=2)
+
+
+def test_slices_that_are_views_of_the_whole() -> None:
+    """`x.chunk(world_size, dim=1)[rank]` is not contiguous, and `nn.Linear` takes another way with it."""
+    found = assert_equivalent(
+        lambda: Model(lambda y, x: y),
+        lambda: torch.randn(2, 8, 6, dtype=torch.float64),
+        world_size=2,
+        contiguous=False,
+    )
+    assert [region["family"] for region in found.regions] == ["per head and token"]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "along"),
+    [
+        (torch.arange(24.0).view(2, 4, 3), 1),
+        (torch.arange(48.0).view(2, 8, 3)[:, 4:], 1),
+        (torch.arange(48.0).view(2, 3, 8)[:, :, 4:].mT, 1),
+        (torch.arange(96.0).view(2, 3, 8, 2)[:, :, :4], 2),
+        (torch.arange(96.0).view(2, 8, 3, 2)[:, 4:].transpose(1, 2), 2),
+        (torch.arange(4.0)[None, :, None].expand(2, 4, 3), 1),
+        (torch.arange(6.0)[:, None].expand(6, 4), 1),
+        (torch.arange(48.0).view(2, 8, 3)[:, :1], 1),
+        (torch.arange(6.0).view(2, 1, 3), 1),
+        (torch.arange(4), 0),
+    ],
+)
+def test_longer_inputs_have_the_layout_of_those_given(tensor: Tensor, along: int) -> None:
+    longer = lengthened(tensor, along, 2 * tensor.shape[along])
+    assert torch.equal(longer, torch.cat([tensor, tensor], along))
+    assert longer.is_contiguous() == tensor.is_contiguous()
+    assert [stride == 0 for stride in longer.stride()] == [stride == 0 for stride in tensor.stride()]
+    several = [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1]
+    order, wanted = (sorted(several, key=each.stride) for each in (longer, tensor))
+    assert order == wanted
+    for dim in range(tensor.dim() - 1):  # two dimensions can be viewed as one, or cannot, as before
+        if dim in several and dim + 1 in several:
+            merged = [
+                each.stride(dim) == each.stride(dim + 1) * each.shape[dim + 1] for each in (longer, tensor)
+            ]
+            assert merged[0] == merged[1]

@@ -62,6 +62,7 @@ def assert_equivalent(
     seed: int = 0,
     fullgraph: bool = True,
     dynamic: bool | None = None,
+    contiguous: bool = True,
     codegen: str = "aot_eager",
     output_dims: Sequence[int | None] | None = None,
     timeout: float = 180.0,
@@ -87,7 +88,8 @@ def assert_equivalent(
     1e-10 in float64, 1e-5 in float32, 2e-2 in bfloat16), or its root-mean-square error is within ``atol``
     (default: rounding at the scale of the largest tensor of its kind). ``output_dims`` states, per output
     tensor in pytree order, the sequence dimension (None: it has none) where the shapes leave that open.
-    ``codegen`` and ``seq_dim`` go to the backend's options.
+    ``codegen`` and ``seq_dim`` go to the backend's options. ``contiguous=False`` gives each rank a view of a
+    tensor as long as the whole sequence, as ``x.chunk(world_size, dim=1)[rank]`` is.
 
     Raises :class:`NotEquivalent` with every tensor that is off, on which rank, and by how much; what a
     rank raised, when that is a :class:`zeco_compile.ZecoError`, as its own class; else
@@ -108,6 +110,7 @@ def assert_equivalent(
         seed=seed,
         fullgraph=fullgraph,
         dynamic=dynamic,
+        contiguous=contiguous,
         output_dims=None if output_dims is None else tuple(output_dims),
     )
     answers: list[Answer] = run_on_ranks(compare_on_rank, case, world_size=world_size, timeout=timeout)
@@ -139,6 +142,7 @@ def assert_refused(
     seed: int = 0,
     fullgraph: bool = True,
     dynamic: bool | None = None,
+    contiguous: bool = True,
     codegen: str = "aot_eager",
     lengths: Sequence[int] | None = None,
     timeout: float = 120.0,
@@ -168,6 +172,7 @@ def assert_refused(
         seed=seed,
         fullgraph=fullgraph,
         dynamic=dynamic,
+        contiguous=contiguous,
         lengths=None if lengths is None else tuple(lengths),
     )
     if lengths is not None and len(lengths) != world_size:

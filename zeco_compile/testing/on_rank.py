@@ -45,6 +45,7 @@ class Case:
     seed: int
     fullgraph: bool
     dynamic: bool | None
+    contiguous: bool
     output_dims: tuple[int | None, ...] | None = None
     lengths: tuple[int, ...] | None = None
 
@@ -176,8 +177,9 @@ def _run_compiled(case: Case, full: Inputs, places: list[Slice]) -> _Run:
     place_of = {id(leaf): place for leaf, place in zip(full.leaves, places, strict=True)}
 
     def mine(tensor: Tensor) -> Tensor:
-        # A copy: a rank holds its slice as a tensor of its own, not as a window on the whole.
-        part = place_of[id(tensor)].of(tensor).clone()
+        # A copy: a rank holds its slice as a tensor of its own, not as a window on the memory of the whole.
+        place = place_of[id(tensor)]
+        part = place.of(tensor).clone() if case.contiguous else place.of(tensor.detach().clone())
         return carry_mark(tensor, part.requires_grad_(case.backward and _differentiable(part)))
 
     return _run(compiled, full.each(mine), model)
