@@ -97,6 +97,8 @@ class Recognition:
 
     matches: list[Match] = field(default_factory=list)
     attempts: list[tuple[fx.Node, str]] = field(default_factory=list)
+    later: bool = False
+    """Running sums were left for later, which are computed from what has been found."""
 
 
 RUNNING_SUM = "a running sum, which may be a part of something larger"
@@ -107,6 +109,7 @@ def recognize(
     handled: Callable[[fx.Node], bool],
     *,
     running_sums: bool = False,
+    later: bool = False,
     not_again: Container[fx.Node] = (),
     otherwise: Callable[[fx.Node], bool] = lambda user_node: False,
     carried: Callable[[fx.Node], bool] = lambda user_node: False,
@@ -115,14 +118,18 @@ def recognize(
     """All regions, none overlapping. Fills `analysis.states`.
 
     A running sum is linear attention too (q = k = 1, no decay), but most are a part of something larger, the sums
-    of a gate above all. They are taken with `running_sums` only, once all else has been found. Nodes of the user's
-    graph where it is known already that no region ends are passed over: `not_again`, unless they are computed from what
-    has been found since, as a second layer is. So are those where something else ends that will be made right (softmax
-    attention): `otherwise`; and what is no region may end something else, too: `at_last`. What is `carried` from rank
-    to rank counts as found now; a cumulative sum does where it is no running sum that the operator computes.
+    of a gate above all. They are taken with `running_sums` only, once all else has been found; with `later` only those
+    that are not computed from what is found now, since behind that they may be part of something, too. Nodes of the
+    user's graph where it is known already that no region ends are passed over: `not_again`, unless they are computed
+    from what has been found since, as a second layer is. So are those where something else ends that will be made right
+    (softmax attention): `otherwise`; and what is no region may end something else, too: `at_last`. What is `carried`
+    from rank to rank counts as found now; a cumulative sum does where it is no running sum that the operator computes.
     """
     found = Recognition()
     behind = set[fx.Node]()  # computed from what has been found now
+
+    def waits(user_node: fx.Node) -> bool:
+        return later and any(node in behind for node in analysis.shadow.groups[user_node])
 
     def carry(user_node: fx.Node) -> bool:
         if not carried(user_node):
@@ -137,14 +144,17 @@ def recognize(
             return True
         outputs = [n for n in analysis.escapes(user_node) if _is_exit(analysis, n)]
         if len(outputs) != 1 or (user_node in not_again and outputs[0] not in behind):
-            return summed and carry(user_node)
-        match, reason = _match(analysis, outputs[0], running_sums)
+            return summed and not waits(user_node) and carry(user_node)
+        match, reason = _match(analysis, outputs[0], running_sums and not waits(user_node))
+        if match is None and waits(user_node) and (summed or reason == RUNNING_SUM):
+            found.later = True
+            return False
         if match is None:
             found.attempts.append((user_node, reason))
             log.debug("no linear attention ends at %s: %s", user_node, reason)
             return (summed and carry(user_node)) or at_last(user_node)
         found.matches.append(match)
-        if not_again:
+        if not_again or later:
             _add_following(behind, outputs[0])
         log.info("linear attention (%s) at %s", match.roles.family, user_location(user_node))
         return True

@@ -18,16 +18,21 @@ from zeco_compile.passes.torch_private import mark_weakly_dynamic
 
 
 def longer_inputs(
-    inputs: Sequence[GraphInput], example_inputs: Sequence[Any], longer: int, *, symbolic: bool
+    inputs: Sequence[GraphInput],
+    example_inputs: Sequence[Any],
+    longer: int,
+    *,
+    symbolic: bool,
+    contiguous: bool = False,
 ) -> dict[int, torch.Tensor]:
     """The inputs along the sequence with so many rows, by the identity of those given; with a symbol for their number
-    if the code allows it, where that is asked for."""
+    if the code allows it, where that is asked for; `contiguous`, or laid out as those given are."""
     replaced: dict[int, torch.Tensor] = {}
     for each in inputs:
         if each.along is None:
             continue
         tensor = example_inputs[each.index]
-        other = lengthened(tensor.detach(), each.along, longer)
+        other = (_repeated if contiguous else lengthened)(tensor.detach(), each.along, longer)
         if hasattr(tensor, MARK):
             setattr(other, MARK, getattr(tensor, MARK))
         if symbolic:
@@ -36,11 +41,15 @@ def longer_inputs(
     return replaced
 
 
+def _repeated(tensor: torch.Tensor, along: int, longer: int) -> torch.Tensor:
+    return tensor.index_select(along, torch.arange(longer, device=tensor.device) % tensor.shape[along])
+
+
 def lengthened(tensor: torch.Tensor, along: int, longer: int) -> torch.Tensor:
     """The tensor repeated to so many rows, with the strides that the like of it of this length has: a slice of a larger
     tensor, which a rank's input may be, is not contiguous, and PyTorch's ops take another way with it."""
     length = tensor.shape[along]
-    repeated = tensor.index_select(along, torch.arange(longer, device=tensor.device) % length)
+    repeated = _repeated(tensor, along, longer)
     strides = list(tensor.stride())
     outer = sorted(
         (stride, -dim, dim) for dim, stride in enumerate(strides) if _is_outside(tensor, dim, along)

@@ -75,7 +75,7 @@ def decide(
         kept = [places[index] for index in left]
         found.append(Decided(made, kept, replace(rewritten, masks=masks), assumed))
 
-    replaced = another_length.longer_inputs(inputs, example_inputs, _TRACED, symbolic=True)
+    replaced = another_length.longer_inputs(inputs, example_inputs, _TRACED, symbolic=True, contiguous=True)
     failed = another_length.look_at(replaced, look)
     if isinstance(failed, CompileError):
         raise failed

@@ -321,12 +321,24 @@ def _loops(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     record.matches = loops.lift_steps(analysis, work.report.decisions)
 
 
-def _by_meaning(work: _Rewriting, analysis: Analysis, record: PassRecord, running_sums: bool = False) -> None:
+def _by_meaning(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    _recognize(work, analysis, record)
+
+
+def _recognize(
+    work: _Rewriting,
+    analysis: Analysis,
+    record: PassRecord,
+    running_sums: bool = False,
+    later: bool = False,
+) -> bool:
+    """Whether running sums were left for later."""
     hopeless = {node for node, why in work.attempts if why != recognize.RUNNING_SUM} if running_sums else ()
     recognition = recognize.recognize(
         analysis,
         shard.will_be_handled(analysis),
         running_sums=running_sums,
+        later=later,
         not_again=hopeless,
         otherwise=lambda user_node: keys.softmax_over_keys(analysis, user_node) is not None,
         at_last=lambda user_node: keys.over_all_keys(analysis, user_node) is not None,
@@ -345,10 +357,25 @@ def _by_meaning(work: _Rewriting, analysis: Analysis, record: PassRecord, runnin
         work.report.regions.append(region)
         work.masks.update({mask.index: mask for mask in match.region.masks})
         record.matches += 1
+    return recognition.later
 
 
 def _running_sums(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
-    _by_meaning(work, analysis, record, running_sums=True)
+    """Layer by layer: the sums of a second one may be those of a gate, which shows once the first has been found."""
+    later = True
+    while True:
+        before = record.matches
+        left = _recognize(work, analysis, record, running_sums=True, later=later)
+        if not left:
+            return
+        if record.matches == before:
+            later = False
+            continue
+        work.gm.graph.lint()
+        work.gm.recompile()
+        again = work.analyse()
+        assert again is not None, "the inputs are the same after every rewrite"
+        analysis = again
 
 
 def _length(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
