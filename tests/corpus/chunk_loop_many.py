@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 EXPECTED = {"families": ["per head and token"]}
-LOCAL_LENGTHS = (24,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (12,), (24,)
 
 
 class Model(nn.Module):

@@ -65,6 +65,7 @@ EQUAL: dict[str, tuple[Body, list[str]]] = {
     "token shift": (token_shift, []),
     "table, one row each": (lambda m, x: x + m.table[: x.shape[1]], []),
     "table, its first row": (lambda m, x: x + m.table[:1], []),
+    "table split": (lambda m, x: x + m.table.split([x.shape[1], 32 - x.shape[1]])[0], []),
     "last row": (lambda m, x: m.project(x)[:, -1], []),
     "mean": (lambda m, x: m.project(x).mean(1), []),
     "divided by the length": (lambda m, x: x / x.shape[1], []),
@@ -103,7 +104,6 @@ REFUSED: dict[str, Body] = {
     "backwards": backwards,
     "last query": last_query,
     "function of the length": lambda m, x: x * math.log(x.shape[1] + 1),
-    "table split": lambda m, x: x + m.table.split([x.shape[1], 32 - x.shape[1]])[0],
     "numbers of a list": lambda m, x: x * torch.tensor([1 / (i + 1) for i in range(x.shape[1])]).to(x)[:, None],
     "rolled by more than there are": lambda m, x: x.roll(4, 1),
 }  # fmt: skip
