@@ -15,7 +15,7 @@ verify          the result is analysed from nothing, and has to be right as it s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -331,9 +331,9 @@ def _recognize(
     record: PassRecord,
     running_sums: bool = False,
     later: bool = False,
+    hopeless: Container[fx.Node] = (),
 ) -> bool:
     """Whether running sums were left for later."""
-    hopeless = {node for node, why in work.attempts if why != recognize.RUNNING_SUM} if running_sums else ()
     recognition = recognize.recognize(
         analysis,
         shard.will_be_handled(analysis),
@@ -363,14 +363,16 @@ def _recognize(
 def _running_sums(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     """Layer by layer: the sums of a second one may be those of a gate, which shows once the first has been found."""
     later = True
+    hopeless: Container[fx.Node] = {node for node, why in work.attempts if why != recognize.RUNNING_SUM}
     while True:
         before = record.matches
-        left = _recognize(work, analysis, record, running_sums=True, later=later)
+        left = _recognize(work, analysis, record, running_sums=True, later=later, hopeless=hopeless)
         if not left:
             return
         if record.matches == before:
             later = False
             continue
+        hopeless = ()  # what is behind those that have been found may be something now
         work.gm.graph.lint()
         work.gm.recompile()
         again = work.analyse()
