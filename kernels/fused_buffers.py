@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeco_compile.kernels.plans import CHUNK, LEVELS, most_segments, storage, width_of
+from zeco_compile.kernels.plans import CHUNK, LEVELS, cdiv, most_segments, storage, width_of
 
 
 def per_channel(g: Tensor | None) -> bool:
@@ -32,7 +32,7 @@ def empty_kept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor
     they are large.
     """
     batch, tokens, heads, key = q.shape
-    rows, chunks = batch * heads, (tokens + CHUNK - 1) // CHUNK
+    rows, chunks = batch * heads, cdiv(tokens, CHUNK)
     if per_channel(g):
         kept_in = storage(q, k, v)
         operand, total = (rows, chunks * CHUNK, width_of(key)), (rows, chunks, width_of(key))
@@ -55,7 +55,7 @@ def empty_dkept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tenso
 
 def _empty_by_chunk(shape: Sequence[int], q: Tensor, k: Tensor, v: Tensor, wanted: bool) -> Tensor:
     batch, tokens, heads, _ = q.shape
-    chunks = (tokens + CHUNK - 1) // CHUNK
+    chunks = cdiv(tokens, CHUNK)
     return q.new_empty((batch * heads, chunks, *shape) if wanted else (0,), dtype=storage(q, k, v))
 
 

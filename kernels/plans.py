@@ -147,16 +147,16 @@ def precision_of(device: torch.device, *tensors: Tensor) -> tuple[Any, str, floa
     dtypes = {x.dtype for x in tensors}
     if device.type != "cuda":
         return tl.float32, "ieee", LIMIT_FP32
-    if dtypes == {torch.bfloat16}:
+    if storage(*tensors) == torch.bfloat16:
         return tl.bfloat16, "tf32", LIMIT_BF16
     # One tf32 product would do for 16 bits, but Triton 3.6 gets those wrong in pipelined loops where the operand was
     # fp16 in memory: right with one stage, or as three products.
     return tl.float32, "tf32x3", LIMIT_BF16 if dtypes <= {torch.bfloat16, torch.float16} else LIMIT_FP32
 
 
-def storage(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+def storage(*tensors: Tensor) -> torch.dtype:
     """Of what the products take, where it is kept."""
-    narrow = q.device.type == "cuda" and q.dtype == k.dtype == v.dtype == torch.bfloat16
+    narrow = all(x.device.type == "cuda" and x.dtype == torch.bfloat16 for x in tensors)
     return torch.bfloat16 if narrow else torch.float32
 
 

@@ -128,9 +128,6 @@ def recognize(
     found = Recognition()
     behind = set[fx.Node]()  # computed from what has been found now
 
-    def waits(user_node: fx.Node) -> bool:
-        return later and any(node in behind for node in analysis.shadow.groups[user_node])
-
     def carry(user_node: fx.Node) -> bool:
         if not carried(user_node):
             return False
@@ -142,11 +139,12 @@ def recognize(
         summed = any(n.target is aten.cumsum.default for n in analysis.shadow.groups[user_node])
         if otherwise(user_node) or (not summed and carry(user_node)):
             return True
+        waits = later and any(node in behind for node in analysis.shadow.groups[user_node])
         outputs = [n for n in analysis.escapes(user_node) if _is_exit(analysis, n)]
         if len(outputs) != 1 or (user_node in not_again and outputs[0] not in behind):
-            return summed and not waits(user_node) and carry(user_node)
-        match, reason = _match(analysis, outputs[0], running_sums and not waits(user_node))
-        if match is None and waits(user_node) and (summed or reason == RUNNING_SUM):
+            return summed and not waits and carry(user_node)
+        match, reason = _match(analysis, outputs[0], running_sums and not waits)
+        if match is None and waits and (summed or reason == RUNNING_SUM):
             found.later = True
             return False
         if match is None:

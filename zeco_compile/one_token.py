@@ -51,7 +51,7 @@ def decide(
     settings: Settings,
     rewrite: Callable[..., Rewritten],
 ) -> Decided:
-    """`rewrite`, of the same function traced on two tokens, made for the one of `gm`. To be called within the
+    """`rewrite`, of the same function traced on a few tokens, made for the one of `gm`. To be called within the
     compilation of `gm`. Raises what `rewrite` raises, and LengthInValue where one token cannot be decided on."""
     found: list[Decided] = []
 

@@ -80,6 +80,14 @@ class _Rewriting:
     def analyse(self) -> Analysis | None:
         return analyse(self.gm, self.example_inputs, self.settings.seq_dim)
 
+    def analyse_again(self) -> Analysis:
+        """Once the graph has been rewritten within a pass."""
+        self.gm.graph.lint()
+        self.gm.recompile()
+        analysis = self.analyse()
+        assert analysis is not None, "the inputs are the same after every rewrite"
+        return analysis
+
 
 def ranks_of(settings: Settings) -> Ranks:
     return Ranks(settings.group, settings.rank, settings.world_size)
@@ -373,11 +381,7 @@ def _running_sums(work: _Rewriting, analysis: Analysis, record: PassRecord) -> N
             later = False
             continue
         hopeless = ()  # what is behind those that have been found may be something now
-        work.gm.graph.lint()
-        work.gm.recompile()
-        again = work.analyse()
-        assert again is not None, "the inputs are the same after every rewrite"
-        analysis = again
+        analysis = work.analyse_again()
 
 
 def _length(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
@@ -389,12 +393,8 @@ def _shard(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     gathers = work.settings.on_unsupported == "gather"
     if gathers:
         while shard.gather_one(analysis, work.ranks, work.report, gather.gather_region):
-            work.gm.graph.lint()
-            work.gm.recompile()
             record.matches += 1
-            again = work.analyse()
-            assert again is not None, "the inputs are the same after every rewrite"
-            analysis = again
+            analysis = work.analyse_again()
             _take_whole_length(work, analysis)
     record.matches += shard.shard(
         analysis,

@@ -113,7 +113,7 @@ def _backwards(gm: fx.GraphModule) -> Iterator[Step]:
             for body in node.all_input_nodes:
                 graph = getattr(gm, str(body.target), None) if body.op == "get_attr" else None
                 if isinstance(graph, fx.GraphModule):
-                    for step in user_steps(graph):
+                    for step in _user_steps(graph):
                         yield replace(step, location=user_location(node), reads=())
 
 
@@ -193,7 +193,7 @@ def _elsewhere(analysis: Analysis, node: fx.Node) -> Iterator[str]:
             yield from (f"at {each}" for each in node.args[2:][:count])
 
 
-def user_steps(gm: fx.GraphModule) -> list[Step]:
+def _user_steps(gm: fx.GraphModule) -> list[Step]:
     """The ops of Dynamo's own graph, with the numbers that are values: no sizes, dimensions and positions."""
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
     own = [Step(op_name(n), tuple(_values(n)), user_location(n), reads=_inputs(n)) for n in calls]

@@ -25,16 +25,17 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
-def draw(kind, length, initial, seed=0):
+def draw(kind, length, initial, seed=0, value=5):
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    q, k, v = normal(1, length, 2, 6), normal(1, length, 2, 6), normal(1, length, 2, 5)
+    q, k, v = normal(1, length, 2, 6), normal(1, length, 2, 6), normal(1, length, 2, value)
     shape = {"channel": (1, length, 2, 6), "head": (1, length, 2)}.get(kind)
     g = None if shape is None else -torch.rand(*shape, generator=generator, dtype=torch.float64)
-    return q, k, v, g, normal(1, 2, 6, 5) if initial else None, normal(1, length, 2, 5), normal(1, 2, 6, 5)
+    state = normal(1, 2, 6, value) if initial else None
+    return q, k, v, g, state, normal(1, length, 2, value), normal(1, 2, 6, value)
 
 
 def leaves_of(inputs, dtype):
@@ -53,7 +54,18 @@ def gradients(o, final, do, dfinal, leaves):
 @pytest.mark.parametrize("kind", ["channel", "head", "none"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_one_rank(on_the_cpu, kind, initial, final, compiled):
-    *inputs, do, dfinal = draw(kind, 70, initial)
+    check_one_rank(draw(kind, 70, initial), final, compiled)
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("kind", ["channel", "head"])
+def test_one_value_channel(on_the_cpu, kind, state):
+    """Which runs as two; o, the final state and their gradients have one."""
+    check_one_rank(draw(kind, 70, state, value=1), state, compiled=state)
+
+
+def check_one_rank(drawn, final, compiled):
+    *inputs, do, dfinal = drawn
     exact = leaves_of(inputs, torch.float64)
     *qkvg, state = exact
     o, after = recurrent_gated_linear_attention(
@@ -69,6 +81,7 @@ def test_one_rank(on_the_cpu, kind, initial, final, compiled):
     o, after = run(*leaves)
     got = [o, *gradients(o, after if final else None, do, dfinal, leaves)]
     for x, y in zip(got, wanted, strict=True):
+        assert x.shape == y.shape
         assert (x - y).abs().max() < 1e-5 * y.abs().max()
 
 
