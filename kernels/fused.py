@@ -257,7 +257,7 @@ def _read(
     pairs_given: bool,
 ) -> None:
     """o from values v; reverse: dv from the gradient of o."""
-    name = "read_out_saving" if saved.numel() > 0 else "read_out"
+    name = "read_out" if saved.numel() == 0 or per_channel(g) else "read_out_saving_per_head"
     how = {
         "REVERSE": reverse,
         "SAVE": saved.numel() > 0,

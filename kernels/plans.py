@@ -188,7 +188,8 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
         "chunk_pairs": Launch(narrow if wide else half, 0, 4, 1, None if wide else 168),
         "segment_states": Launch(width, columns, _warps(width, columns, wide), 2 if wide else 3),
         "read_out": Launch(width, columns, _warps(width, columns, wide), fewer if wide or width > 128 else 3),
-        "read_out_saving": Launch(width, saving, _warps(width, saving, wide), fewer),
+        # what makes operands of q and k on the way has less shared memory to spare
+        "read_out_saving_per_head": Launch(width, saving, _warps(width, saving, wide), fewer),
         "pairs_backward": Launch(0, across, 4, 2),
         "operands_backward": Launch(narrow if wide else half, min(across, half), 4, 2 if wide else 3),
         "strong_operands_backward": Launch(narrow, min(across, narrow), 4, 1),
