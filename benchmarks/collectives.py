@@ -1,12 +1,13 @@
 """All-Scan and the other ways to carry a state over the ranks: microseconds a scan, by algorithm, transport and size.
 
     torchrun --nproc-per-node 2 benchmarks/collectives.py --out out/collectives
-    python benchmarks/collectives.py --out out/collectives            chains of virtual ranks on one GPU
+    python benchmarks/collectives.py --out out/collectives            chains of virtual ranks on the GPUs of one process
     python benchmarks/collectives.py --plot FILE.json --out FOLDER    draws FOLDER/collectives.png from results
 
 A scan forward and one back take turns, each waiting for the one before it, so a figure is a latency and not a rate;
 medians of many, with the spread between quartiles, of the slowest rank. Called from Python, and replayed from a CUDA
-graph.
+graph. Virtual ranks sit on the GPUs in turn, so that with several each hop crosses the wire; a chain of more ranks than
+there are GPUs shares what each has.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main() -> None:
         dist.init_process_group("nccl", device_id=device)
         rows = across_ranks(device, arguments.rounds)
     else:
-        rows = virtual(device, arguments.rounds)
+        rows = virtual(arguments.rounds)
     if int(os.environ.get("RANK", 0)) == 0:
         write(rows, arguments.out)
     if dist.is_initialized():
@@ -134,36 +135,59 @@ def timed(way: Callable[[bool], Any], rounds: int) -> dict[str, list[float]]:
             (("python", scans), ("graph", graph.replay))}  # fmt: skip
 
 
-def virtual(device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    """Chains of ranks that all live on this GPU, each with a stream of its own."""
+def virtual(rounds: int) -> list[dict[str, Any]]:
+    """Chains of ranks of this process, each with a stream of its own, all on one GPU and then on all in turn."""
+    count = torch.cuda.device_count()
+    for one in range(count):
+        for other in range(count):
+            # the first copy makes the one's memory reachable for the other's kernels
+            torch.ones(1, device=f"cuda:{one}").to(f"cuda:{other}")
     rows = []
     for size in SIZES:
-        state, decay = state_of(size, device)
-        for ranks in VIRTUAL:
-            failure = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-            hops = list(symmetric.virtual_chain(ranks, symmetric.shape_of(state, decay), device, failure))
-            streams = [torch.cuda.Stream(device) for _ in hops]
-            # one after the other first: a kernel that waits for another must find it loaded
-            for hop in hops:
-                hop.run(state, decay, None, 10.0)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                chain(hops, streams, state, decay)
-            times = [microseconds(graph.replay) for _ in range(rounds)]
-            assert int(failure[0]) == 0, "a virtual rank waited in vain"
-            rows.append(
-                {"ranks": ranks, "way": "virtual chain", "how": "graph", "bytes": size, **spread(times)}
-            )
-            print(rows[-1], flush=True)
+        for gpus in sorted({1, count}):
+            for ranks in VIRTUAL:
+                devices = [torch.device("cuda", rank % gpus) for rank in range(ranks)]
+                rows.append(
+                    {"ranks": ranks, "gpus": gpus, "way": f"virtual chain on {gpus} GPU{'s' * (gpus > 1)}",
+                     "how": "graph", "bytes": size, **spread(one_chain(devices, size, rounds))}
+                )  # fmt: skip
+                print(rows[-1], flush=True)
     return rows
 
 
+def one_chain(devices: list[torch.device], size: int, rounds: int) -> list[float]:
+    """Microseconds of a scan by virtual ranks, replayed from a graph; its numbers are checked first."""
+    failure = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    inputs = [state_of(size, device) for device in devices]
+    hops = list(symmetric.virtual_chain(devices, symmetric.shape_of(*inputs[0]), failure))
+    streams = [torch.cuda.Stream(device) for device in devices]
+    # one after the other first: a kernel that waits for another must find it loaded
+    carried = torch.zeros_like(inputs[0][0])
+    for hop, stream, (state, decay) in zip(hops, streams, inputs, strict=True):
+        with torch.cuda.stream(stream):
+            came = hop.run(state, decay, None, 10.0)
+        stream.synchronize()
+        torch.testing.assert_close(came, carried.to(came.device), rtol=1e-4, atol=1e-4)
+        carried = decay.exp().unsqueeze(-1) * carried.to(came.device) + state
+    # and once as it will be captured, so that the allocator of each GPU has what a capture may not ask for
+    chain(hops, streams, inputs)
+    for device in set(devices):
+        torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        chain(hops, streams, inputs)
+    times = [microseconds(graph.replay) for _ in range(rounds)]
+    assert int(failure[0]) == 0, "a virtual rank waited in vain"
+    return times
+
+
 def chain(
-    hops: list[symmetric.Hop], streams: list[torch.cuda.Stream], state: torch.Tensor, decay: torch.Tensor
+    hops: list[symmetric.Hop],
+    streams: list[torch.cuda.Stream],
+    inputs: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
     here = torch.cuda.current_stream()
-    for hop, stream in zip(hops, streams, strict=True):
+    for hop, stream, (state, decay) in zip(hops, streams, inputs, strict=True):
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
             hop.run(state, decay, None, 10.0)

@@ -17,6 +17,7 @@ import functools
 import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -308,11 +309,18 @@ def expected_wire(wire: str, hosts: Sequence[int], schedule: str) -> str:
     return "symmetric" if shared else wire
 
 
-def virtual_chain(size: int, shape: Shape, device: torch.device, failure: Tensor) -> Iterator[Hop]:
-    """The hops of ``size`` ranks on one device: the same kernel and flags, without a wire. For tests and benchmarks."""
-    boxes = [Mailbox(shape, torch.empty(shape.memory, dtype=torch.uint8, device=device)) for _ in range(size)]
+def virtual_chain(devices: Sequence[torch.device], shape: Shape, failure: Tensor) -> Iterator[Hop]:
+    """The hops of as many ranks as ``devices``, each on its own of these, which may be all the same.
+
+    The same kernel and flags as between processes; a wire where neighbours' devices differ, which then must reach each
+    other's memory. For tests and benchmarks.
+    """
+    boxes = [
+        Mailbox(shape, torch.empty(shape.memory, dtype=torch.uint8, device=device)) for device in devices
+    ]
     for box in boxes:
         box.clear()
+    most = max(Counter(devices).values())
     for rank, box in enumerate(boxes):
-        following = boxes[rank + 1] if rank < size - 1 else None
-        yield Hop(shape, box, following, failure, first=rank == 0, programs=min(_PROGRAMS, _RESIDENT // size))
+        following = boxes[rank + 1] if rank < len(boxes) - 1 else None
+        yield Hop(shape, box, following, failure, first=rank == 0, programs=min(_PROGRAMS, _RESIDENT // most))

@@ -53,7 +53,7 @@ def test_the_chain_is_the_sequential_scan(sizes, width, dtype):
     first = problem(ranks, sizes, width, dtype)
     shape = symmetric.shape_of(first[0][0], first[1][0])
     failure = no_failure()
-    hops = list(symmetric.virtual_chain(ranks, shape, DEVICE, failure))
+    hops = list(symmetric.virtual_chain([DEVICE] * ranks, shape, failure))
     for seed in range(2 * symmetric.SLOTS + 1):
         states, decays, boundary, expected = problem(ranks, sizes, width, dtype, seed)
         got = scan(hops, states, decays, boundary)
@@ -64,7 +64,7 @@ def test_the_chain_is_the_sequential_scan(sizes, width, dtype):
 
 def test_nothing_enters_the_first_rank():
     states, decays, _, _ = problem(3, (1, 2, 4, 8), True)
-    hops = list(symmetric.virtual_chain(3, symmetric.shape_of(states[0], decays[0]), DEVICE, no_failure()))
+    hops = list(symmetric.virtual_chain([DEVICE] * 3, symmetric.shape_of(states[0], decays[0]), no_failure()))
     got = scan(hops, states, decays, None)
     assert torch.equal(got[0], torch.zeros_like(got[0]))
     torch.testing.assert_close(got[1], states[0])
@@ -73,7 +73,7 @@ def test_nothing_enters_the_first_rank():
 def test_a_rank_may_be_ahead_by_as_many_states_as_there_is_room_for():
     states, decays, boundary, _ = problem(2, (1, 1, 4, 8), True)
     failure = no_failure()
-    hops = list(symmetric.virtual_chain(2, symmetric.shape_of(states[0], decays[0]), DEVICE, failure))
+    hops = list(symmetric.virtual_chain([DEVICE] * 2, symmetric.shape_of(states[0], decays[0]), failure))
     sent = [
         hops[0].run(states[0] + number, decays[0], boundary, 0.05) for number in range(symmetric.SLOTS + 1)
     ]
@@ -87,7 +87,7 @@ def test_who_waits_in_vain_says_so_and_passes_nothing_off_as_a_state():
     states, decays, _, _ = problem(3, (1, 1, 4, 8), True)
     shape = symmetric.shape_of(states[0], decays[0])
     failures = [no_failure() for _ in range(3)]
-    hops = list(symmetric.virtual_chain(3, shape, DEVICE, failures[0]))
+    hops = list(symmetric.virtual_chain([DEVICE] * 3, shape, failures[0]))
     for hop, failure in zip(hops, failures, strict=True):
         hop._failure = failure
     # the first rank never comes
@@ -106,7 +106,7 @@ def test_who_waits_in_vain_says_so_and_passes_nothing_off_as_a_state():
 def test_what_comes_after_a_failure_is_taken_for_nothing():
     states, decays, boundary, _ = problem(2, (1, 1, 4, 8), True)
     failure = no_failure()
-    hops = list(symmetric.virtual_chain(2, symmetric.shape_of(states[0], decays[0]), DEVICE, failure))
+    hops = list(symmetric.virtual_chain([DEVICE] * 2, symmetric.shape_of(states[0], decays[0]), failure))
     hops[1].run(states[1], decays[1], None, 0.05)
     for _ in range(symmetric.SLOTS):
         # late, into places that the second rank will look at again
@@ -124,7 +124,7 @@ def test_any_nan_is_a_number_that_came(dtype):
     # the pattern of what has not come
     patterns[0, 0, 0, 1] = triton_scan.ABSENT
     failure = no_failure()
-    hops = list(symmetric.virtual_chain(3, symmetric.shape_of(states[0], decays[0]), DEVICE, failure))
+    hops = list(symmetric.virtual_chain([DEVICE] * 3, symmetric.shape_of(states[0], decays[0]), failure))
     for got in scan(hops, states, decays, boundary)[1:]:
         assert bool(got[0, 0, 1].isnan().all())
         assert int(got.isnan().sum()) == 8
