@@ -225,9 +225,17 @@ def plot(found: dict[str, Any], file: Path) -> None:
 
     rows = [row for row in found["rows"] if row["how"] == "graph"]
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for key in dict.fromkeys((row["ranks"], row["way"]) for row in rows):
+    lines = list(dict.fromkeys((row["ranks"], row["way"]) for row in rows))
+    ranks, ways = (list(dict.fromkeys(each)) for each in zip(*lines, strict=True))
+    for key in lines:
         points = sorted((row["bytes"], row["us"]) for row in rows if (row["ranks"], row["way"]) == key)
-        axes.plot(*zip(*points, strict=True), marker="o", label=f"{key[1]}, {key[0]} ranks")
+        # what there is more of has the colours
+        colour, dashes = (ranks, ways) if len(ranks) > len(ways) else (ways, ranks)
+        axes.plot(
+            *zip(*points, strict=True), marker="o", label=f"{key[1]}, {key[0]} ranks",
+            color=f"C{colour.index(key[colour is ways])}",
+            linestyle=("-", "--", ":", "-.")[dashes.index(key[dashes is ways]) % 4],
+        )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="bytes of the state", ylabel="µs a scan, in a CUDA graph")
     axes.set_xticks(
         list(SIZES), [f"{size >> 10} K" if size < 1 << 20 else f"{size >> 20} M" for size in SIZES]

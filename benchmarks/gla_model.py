@@ -190,10 +190,16 @@ def measure(
 def draw_step(step: Callable[[], None], folder: Path) -> None:
     """One step of every rank as a picture, and the times in it as JSON."""
     traces = [folder / f"trace{rank}.json.gz" for rank in range(dist.get_world_size())]
-    dist.barrier()
-    with torch.profiler.profile() as profile:
-        step()
-    profile.export_chrome_trace(str(traces[dist.get_rank()]))
+    # to start a profiler takes each rank another time, which would show as waiting: one step first, then all together
+    mine = str(traces[dist.get_rank()])
+    with torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1),
+        on_trace_ready=lambda done: done.export_chrome_trace(mine),
+    ) as profile:
+        for _ in range(2):
+            dist.barrier()
+            step()
+            profile.step()
     dist.barrier()
     if dist.get_rank() == 0:
         timeline.main([*map(str, traces), "--out", str(folder / "timeline.svg")])
