@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 tests/cuda/check_models.py
 
 What the tests do on the CPU, once for each kind of rewrite: a loop with projections in it, a decay as a number
-between zero and one, softmax attention beside the linear kind, losses over a part of the sequence. Outputs and every
-gradient in float64. NCCL where every rank has a GPU of its own, else gloo on the CPU. Prints a PASS or FAIL line for
-each model, and leaves with 1 if one failed.
+between zero and one, softmax attention beside the linear kind, losses over a part of the sequence, complex states, a
+running maximum. Outputs and every gradient in float64. NCCL where every rank has a GPU of its own, else gloo on the
+CPU. Prints a PASS or FAIL line for each model, and leaves with 1 if one failed.
 """
 
 from __future__ import annotations
@@ -69,10 +69,53 @@ class Hybrid(nn.Module):
         return y, F.smooth_l1_loss(y[:, :-1], x[:, 1:])
 
 
+class ComplexPoles(nn.Module):
+    """A linear recurrent unit: complex decays from parameters, the real part of what is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size, self.phase = nn.Parameter(torch.rand(6) - 2.5), nn.Parameter(torch.rand(6))
+        self.write, self.read = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        poles = torch.exp(torch.complex(-self.size.exp(), self.phase.exp()))
+        written = torch.view_as_complex(self.write(x).unflatten(-1, (6, 2)))
+        state, rows = torch.zeros_like(written[:, 0]), []
+        for t in range(x.shape[1]):
+            state = poles * state + written[:, t]
+            rows.append(state)
+        return self.read(torch.view_as_real(torch.stack(rows, 1)).flatten(-2))
+
+
+class Stabilised(nn.Module):
+    """RWKV-4 with the largest exponent so far carried along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.bonus = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+        self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        key, value, decay = 9 * self.key(x), self.value(x), -self.decay.exp()
+        above, below = torch.zeros_like(key[:, 0]), torch.zeros_like(key[:, 0])
+        largest, rows = torch.full_like(key[:, 0], -1e38), []
+        for t in range(x.shape[1]):
+            now = self.bonus + key[:, t]
+            top = torch.maximum(largest, now)
+            old, new = torch.exp(largest - top), torch.exp(now - top)
+            rows.append((old * above + new * value[:, t]) / (old * below + new))
+            top = torch.maximum(largest + decay, key[:, t])
+            old, new = torch.exp(largest + decay - top), torch.exp(key[:, t] - top)
+            above, below, largest = old * above + new * value[:, t], old * below + new, top
+        return torch.stack(rows, 1)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "cell": Cell,
     "softmax attention, linear attention, loss": lambda: Hybrid(False),
     "softmax written out": lambda: Hybrid(True),
+    "complex poles": ComplexPoles,
+    "a running maximum": Stabilised,
 }
 
 
