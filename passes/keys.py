@@ -31,7 +31,7 @@ from torch import fx
 
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis, State
 from zeco_compile.passes.axes import Atom, Dim
-from zeco_compile.passes.axis_rules import visit
+from zeco_compile.passes.axis_rules.walk import visit
 from zeco_compile.passes.length import VALUES
 from zeco_compile.passes.modes import reason_against, stops_gradient
 from zeco_compile.passes.plans import (
