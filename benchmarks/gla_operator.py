@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from timing import microseconds
 from torch import Tensor
+from triton_tuning import tune
 
 from zeco_compile import gated_linear_attention
 
@@ -72,15 +73,10 @@ def operators(per: str) -> dict[str, Callable[..., Tensor]]:
 
 def compile_for_fla(part: int, parts: int, shapes: list[tuple[int, int, int, int, int, str, float]]) -> str:
     """In a process of its own: every ``parts``-th configuration of each of fla's kernels, into Triton's cache."""
-    from triton.runtime.autotuner import Autotuner
-
-    whole = Autotuner.__init__
-
-    def some(self: Any, fn: Any, names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs["do_bench"] = lambda run, quantiles: (run(), [0.0] * len(quantiles))[1]
-        whole(self, fn, names, configs[part::parts] or configs[:1], *args, **kwargs)
-
-    Autotuner.__init__ = some  # type: ignore[method-assign]
+    tune(
+        configurations=lambda configs: configs[part::parts] or configs[:1],
+        do_bench=lambda run, quantiles: (run(), [0.0] * len(quantiles))[1],
+    )
     for shape in shapes:
         leaves, do = inputs(shape)
         try:
@@ -93,7 +89,6 @@ def compile_for_fla(part: int, parts: int, shapes: list[tuple[int, int, int, int
 def prepare_fla(shapes: list[tuple[int, int, int, int, int, str, float]], processes: int) -> None:
     """Compiles fla's configurations side by side, and makes it try each for a hundredth of a second."""
     import triton.testing
-    from triton.runtime.autotuner import Autotuner
 
     # one of each that makes other kernels; short, since nothing is timed
     kinds = {(*shape[2:6], 0.0): (1, 4096, *shape[2:6], 0.0) for shape in shapes}
@@ -104,13 +99,7 @@ def prepare_fla(shapes: list[tuple[int, int, int, int, int, str, float]], proces
         ]
         problems = {done.result() for done in work} - {""}
     print(f"{time.perf_counter() - begin:5.0f} s  fla's configurations compiled {problems or ''}", flush=True)
-    whole = Autotuner.__init__
-
-    def quick(self: Any, fn: Any, names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs["do_bench"] = partial(triton.testing.do_bench, warmup=3, rep=10)
-        whole(self, fn, names, configs, *args, **kwargs)
-
-    Autotuner.__init__ = quick  # type: ignore[method-assign]
+    tune(do_bench=partial(triton.testing.do_bench, warmup=3, rep=10))
 
 
 def in_graph(run: Callable[[], Any]) -> Callable[[], Any]:

@@ -28,9 +28,8 @@ import torch.distributed as dist
 
 from zeco_compile.kernels.errors import ZecoError
 from zeco_compile.lowering import torch_private
-from zeco_compile.lowering.communicator import members
 from zeco_compile.lowering.errors import RanksDisagree, UnequalShards
-from zeco_compile.lowering.groups import ONE_RANK
+from zeco_compile.lowering.groups import ONE_RANK, members
 
 # One header is `_HEADER` integers: which check, length of the text to follow, identity of the key, how many
 # lengths there are, and the first `_INLINE` of them.

@@ -31,9 +31,11 @@ from zeco_compile.kernels.devices import is_fused
 from zeco_compile.kernels.errors import InvalidShapes
 from zeco_compile.kernels.shapes import check_sizes, check_state, state_dtype
 from zeco_compile.lowering import all_scan, fused_attention, in_flight, op_log, symmetric  # noqa: F401 (defines ops)
-from zeco_compile.lowering.communicator import Job, communicator_for, members
+from zeco_compile.lowering.communicator import communicator_for
 from zeco_compile.lowering.cost_model import worth_hiding
 from zeco_compile.lowering.errors import SecondDerivative
+from zeco_compile.lowering.groups import members
+from zeco_compile.lowering.jobs import Job
 from zeco_compile.lowering.registry import LIBRARY, LOCAL_TAGS, define
 
 # Capture into a CUDA graph of what runs on a side stream, or looks up a job, is not proven: keep it out.

@@ -25,39 +25,20 @@ import atexit
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zeco_compile.lowering import cost_model, links, op_log, torch_private, volume
-from zeco_compile.lowering.errors import CommunicatorUnavailable, GroupNotFound, NeighbourLost
+from zeco_compile.lowering.errors import CommunicatorUnavailable, NeighbourLost
+from zeco_compile.lowering.groups import first_line, group_named
+from zeco_compile.lowering.jobs import Job, StreamJob, WorkerJob, work_through
 
 T = TypeVar("T")
 Peer = tuple[int, torch.Tensor]
 """(rank at the other end, contiguous tensor)"""
-
-
-@dataclass(frozen=True)
-class Members:
-    """Who is in a group. ``global_ranks[p]`` is the world rank of group rank p."""
-
-    rank: int
-    world_size: int
-    global_ranks: tuple[int, ...]
-
-
-def members(group: str) -> Members:
-    """This process's place in the group of that name; ``""`` is one rank alone. Makes nothing.
-
-    Raises GroupNotFound when there is no such group, or this process is not in it.
-    """
-    if group == "":
-        return Members(0, 1, (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,))
-    parent = _parent(group)
-    return Members(parent.rank(), parent.size(), tuple(dist.get_process_group_ranks(parent)))
 
 
 def communicator_for(group: str, device: torch.device) -> Communicator:
@@ -83,7 +64,7 @@ def wire_of(group: str, device: torch.device) -> str:
         raise CommunicatorUnavailable(
             f"The All-Scan runs on CPU and CUDA tensors, and got one on {device}. Move the model there."
         )
-    wire = torch_private.backend_names(_parent(group)).get("cuda", "gloo")
+    wire = torch_private.backend_names(group_named(group)).get("cuda", "gloo")
     if wire not in ("gloo", "nccl"):
         raise CommunicatorUnavailable(
             f"The process group {group!r} uses the backend {wire!r} for CUDA tensors, and the All-Scan "
@@ -104,103 +85,6 @@ def control_communicator(group: str) -> Communicator:
 def close_all() -> None:
     """Stop the workers and drop every communicator. In-flight jobs fail. Runs at exit too."""
     _registry.close_all()
-
-
-def _parent(group: str) -> dist.ProcessGroup:
-    try:
-        found = torch_private.resolve_process_group(group)
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise GroupNotFound(
-            f"There is no process group named {group!r} in this process. It was there when the graph was "
-            "compiled: do not destroy it while compiled models that use it live, and compile again after "
-            f"init_process_group was called anew. PyTorch said: {_first_line(error)}"
-        ) from error
-    if found.rank() < 0:
-        raise GroupNotFound(
-            f"This process is not a member of the process group {group!r}. Call the compiled model on its "
-            "members only."
-        )
-    return found
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-class Job(Generic[T]):
-    """A piece of communication under way. ``wait`` returns its result or raises what it raised."""
-
-    def done(self) -> bool:
-        """Whether ``wait`` would not block (the host: a CUDA job is always done in that sense)."""
-        raise NotImplementedError
-
-    def wait(self) -> T:
-        """The result. May be called more than once."""
-        raise NotImplementedError
-
-
-class _WorkerJob(Job[T]):
-    def __init__(self, run: Callable[[], T]) -> None:
-        self._run: Callable[[], T] | None = run
-        self._finished = threading.Event()
-        self._result: Any = None
-        self._error: BaseException | None = None
-
-    def execute(self) -> None:
-        try:
-            assert self._run is not None
-            self._result = self._run()
-        except BaseException as error:  # handed to whoever waits; the worker itself must live on
-            self._error = error
-        finally:
-            self._run = None  # lets go of the tensors that the job read
-            self._finished.set()
-
-    def fail(self, error: BaseException) -> None:
-        self._run = None
-        self._error = error
-        self._finished.set()
-
-    def done(self) -> bool:
-        return self._finished.is_set()
-
-    def wait(self) -> T:
-        self._finished.wait()
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-
-class _StreamJob(Job[T]):
-    """Work enqueued on a side stream. ``keep`` are tensors that it reads: freed when the job goes."""
-
-    def __init__(
-        self, result: T, event: torch.cuda.Event, device: torch.device, keep: Sequence[torch.Tensor]
-    ) -> None:
-        self._result = result
-        self._event = event
-        self._device = device
-        self._keep = tuple(keep)
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> T:
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(self._event)
-        for tensor in _tensors(self._result):
-            # made on the side stream, used from here on by this one: the allocator has to know
-            tensor.record_stream(stream)
-        self._keep = ()
-        return self._result
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
 
 
 class Transfer:
@@ -276,7 +160,7 @@ class Link:
         except NeighbourLost:
             raise
         except RuntimeError as error:
-            cause = _first_line(error)
+            cause = first_line(error)
         raise self._lost(direction, peer, cause)
 
     def _post_coalesced(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Transfer:
@@ -363,7 +247,7 @@ class Link:
         except NeighbourLost:
             raise
         except RuntimeError as error:
-            cause = _first_line(error)
+            cause = first_line(error)
         else:
             self._finish(pending, "exchanging with")
             return tensor
@@ -380,7 +264,7 @@ class Link:
                     work.wait(self._communicator.timeout)
                 continue
             except RuntimeError as error:
-                cause = _first_line(error)
+                cause = first_line(error)
             # A work holds on to the connection, which has to close for the next rank to notice. The
             # traceback keeps the frames alive, so they must not keep the works.
             del work
@@ -440,7 +324,7 @@ class Communicator:
         self.device = torch.device("cpu") if wire == "gloo" else device
         self._jobs_made = 0
         self._error: NeighbourLost | None = None
-        self._queue: queue.SimpleQueue[_WorkerJob | None] | None = None
+        self._queue: queue.SimpleQueue[WorkerJob | None] | None = None
         self._side: torch.cuda.Stream | None = None
         self._lock = threading.Lock()
         self._pg: dist.ProcessGroup | None = self._connect(count)
@@ -465,7 +349,7 @@ class Communicator:
                 f"group {self.group!r} over {self.wire} (this is group rank {self.rank}). Every rank of the "
                 "group has to call the compiled model; one of them probably ended, or never got here within "
                 f"the group's timeout of {self.timeout.total_seconds():g} s. "
-                f"PyTorch said: {_first_line(error)}"
+                f"PyTorch said: {first_line(error)}"
             ) from error
 
     @property
@@ -528,14 +412,17 @@ class Communicator:
             finally:
                 link._sends.clear()
 
-        job: _WorkerJob[T] = _WorkerJob(run)
+        job: WorkerJob[T] = WorkerJob(run)
         with self._lock:
             if self._error is not None:
                 raise self._again()
             if self._queue is None:
                 self._queue = queue.SimpleQueue()
                 threading.Thread(
-                    target=_work, args=(self._queue,), name=f"zeco {self.purpose} {self.group}", daemon=True
+                    target=work_through,
+                    args=(self._queue,),
+                    name=f"zeco {self.purpose} {self.group}",
+                    daemon=True,
                 ).start()
             self._queue.put(job)
         return job
@@ -610,17 +497,7 @@ class Communicator:
         for tensor in reads:
             # if the job is dropped without a wait, the memory still must not be reused before side is through
             tensor.record_stream(side)
-        return _StreamJob(result, event, self.device, reads)
-
-
-def _work(jobs: queue.SimpleQueue[_WorkerJob | None]) -> None:
-    """The worker thread: holds no communicator, so that a dropped one can go."""
-    while True:
-        job = jobs.get()
-        if job is None:
-            return
-        job.execute()
-        del job
+        return StreamJob(result, event, self.device, reads)
 
 
 class _Registry:
@@ -633,7 +510,7 @@ class _Registry:
         self._at_exit = False
 
     def get(self, group: str, wire: str, purpose: str, device: torch.device) -> Communicator:
-        parent = _parent(group)
+        parent = group_named(group)
         index = 0
         if device.type == "cuda" and wire == "nccl":
             index = torch.cuda.current_device() if device.index is None else device.index

@@ -3,11 +3,12 @@
 The ops of this folder carry their process group as the group's name, since a graph that is compiled, cached
 and loaded again in another process can hold a string but no process group. ``""`` is the name of "one
 rank": no process group is initialised, or the group has one member. Who is in the group is looked up from
-the name while the program runs (`zeco_compile.lowering.communicator.members`).
+the name while the program runs (`members`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from zeco_compile.kernels.errors import ZecoError
 from zeco_compile.lowering import torch_private
+from zeco_compile.lowering.errors import GroupNotFound
 
 ONE_RANK = ""
 
@@ -100,6 +102,48 @@ def resolve_group_and_size(group: Any = None) -> tuple[str, int]:
         )
     size = group.size()
     return (ONE_RANK if size == 1 else str(group.group_name)), size
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who is in a group. ``global_ranks[p]`` is the world rank of group rank p."""
+
+    rank: int
+    world_size: int
+    global_ranks: tuple[int, ...]
+
+
+def members(group: str) -> Members:
+    """This process's place in the group of that name; ``""`` is one rank alone. Makes nothing.
+
+    Raises GroupNotFound when there is no such group, or this process is not in it.
+    """
+    if group == "":
+        return Members(0, 1, (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,))
+    parent = group_named(group)
+    return Members(parent.rank(), parent.size(), tuple(dist.get_process_group_ranks(parent)))
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def group_named(group: str) -> dist.ProcessGroup:
+    """Raises GroupNotFound when there is no such group, or this process is not in it."""
+    try:
+        found = torch_private.resolve_process_group(group)
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise GroupNotFound(
+            f"There is no process group named {group!r} in this process. It was there when the graph was "
+            "compiled: do not destroy it while compiled models that use it live, and compile again after "
+            f"init_process_group was called anew. PyTorch said: {first_line(error)}"
+        ) from error
+    if found.rank() < 0:
+        raise GroupNotFound(
+            f"This process is not a member of the process group {group!r}. Call the compiled model on its "
+            "members only."
+        )
+    return found
 
 
 def _initialised() -> bool:

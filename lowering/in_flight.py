@@ -14,8 +14,8 @@ import weakref
 import torch
 
 from zeco_compile.lowering import torch_private
-from zeco_compile.lowering.communicator import Job
 from zeco_compile.lowering.errors import TransferNotFound
+from zeco_compile.lowering.jobs import Job
 
 _lock = threading.Lock()
 _jobs: dict[int, Job[torch.Tensor]] = {}

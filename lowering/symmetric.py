@@ -27,8 +27,9 @@ from torch import Tensor
 
 from zeco_compile.kernels.devices import triton_available
 from zeco_compile.lowering import torch_private, volume
-from zeco_compile.lowering.communicator import Communicator, Job, communicator_for, control_communicator
+from zeco_compile.lowering.communicator import Communicator, communicator_for, control_communicator
 from zeco_compile.lowering.errors import CommunicatorUnavailable, NeighbourLost
+from zeco_compile.lowering.jobs import Job
 
 SWITCH = "ZECO_SYMMETRIC_MEMORY"
 # What a chain through shared memory may serve; the others have their own pattern of messages.

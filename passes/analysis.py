@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from zeco_compile.passes import torch_private
-from zeco_compile.passes.axis_rules import track_axes, track_region
+from zeco_compile.passes.axis_rules.walk import track_axes, track_region
 from zeco_compile.passes.inputs import GraphInput, graph_inputs, local_length
 from zeco_compile.passes.locations import expression, source_expression
 from zeco_compile.passes.report import op_name

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from zeco_compile.passes import torch_private
 from zeco_compile.passes.analysis import Analysis
-from zeco_compile.passes.axis_rules import track_axes
+from zeco_compile.passes.axis_rules.walk import track_axes
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.length import depends_on
 from zeco_compile.passes.locations import user_location

@@ -70,7 +70,7 @@ class _CrossEntropy:
     @classmethod
     def of(cls, analysis: Analysis, user_node: fx.Node) -> _CrossEntropy | None:
         """None for another call, and where anything but the sum over the labels looks at other positions: where the
-        classes are the positions (composites.py has a rule for these), or logits and labels do not match."""
+        classes are the positions (over_all_ranks.py has a rule for these), or logits and labels do not match."""
         if user_node.target is not torch.nn.functional.cross_entropy:
             return None
         if any(kinds(analysis, node) - {"reduce"} for node in analysis.shadow.groups.get(user_node, [])):

@@ -48,7 +48,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from zeco_compile.lowering import attention, exchange, fused_attention  # noqa: F401 (these register the ops named below)
+from zeco_compile.lowering import attention, exchange, fused_attention, halo  # noqa: F401 (they register the ops below)
 from zeco_compile.lowering.torch_private import storage_key
 from zeco_compile.passes import torch_private
 from zeco_compile.passes.errors import CompileError

@@ -15,7 +15,7 @@ from torch import fx
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.cumulative import cumulative, cumulative_backwards
 from zeco_compile.passes.errors import UnsupportedOp
-from zeco_compile.passes.keys import over_all_keys
+from zeco_compile.passes.gathered_keys import over_all_keys
 from zeco_compile.passes.locations import expression, user_location
 from zeco_compile.passes.losses import over_windows
 from zeco_compile.passes.neighbours import rows_in_front

@@ -11,7 +11,7 @@ is MIXED; it looks at what the node's ATen ops do along the sequence.
     rows of a table by position      the rank's rows
     first or last rows               from the rank that has them
     random values of no position     those of the first rank
-    softmax, variance, norm, maximum over all ranks (composites.py)
+    softmax, variance, norm, maximum over all ranks (composites.py, over_all_ranks.py)
 """
 
 from __future__ import annotations

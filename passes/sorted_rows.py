@@ -30,7 +30,8 @@ from torch import fx
 
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis
 from zeco_compile.passes.axes import Dim, Dims
-from zeco_compile.passes.axis_rules import is_grouped_product, visit
+from zeco_compile.passes.axis_rules.products import is_grouped_product
+from zeco_compile.passes.axis_rules.walk import visit
 from zeco_compile.passes.length import VALUES, uses_of_length
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.plans import mixing_nodes, settle, settled

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis
-from zeco_compile.passes.composites import Over
+from zeco_compile.passes.over_all_ranks import Over
 from zeco_compile.passes.plans import (
     Emit,
     Plan,

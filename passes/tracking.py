@@ -1,6 +1,6 @@
 """Axes of every value in a shadow graph, and what each op does along the sequence.
 
-`axis_rules.track_axes` walks the graph once, applying a rule per op, and returns a `Tracking`: the dimensions of
+`axis_rules.walk.track_axes` walks the graph once, applying a rule per op, and returns a `Tracking`: the dimensions of
 every node and the actions along them. Whether an axis is the sequence is known only when the walk is over,
 because a mask made by `ones(T, T)` learns what its axes are from the scores it is multiplied with.
 """

@@ -94,7 +94,13 @@ def fresh_ranks() -> Iterator[Callable[..., FreshRanks]]:
 # What takes longest comes first, a file at a time to each of two processes: at the end none waits for the other.
 LONGEST = (
     *("test_corpus", "test_property", "test_substitutes", "test_cases", "test_codegen", "test_exchange"),
-    *("test_losses", "test_keys", "test_keys_constant_length", "test_example", "test_checkpoints"),
+    *(
+        "test_losses",
+        "test_gathered_keys",
+        "test_rows_and_columns_constant_length",
+        "test_example",
+        "test_checkpoints",
+    ),
     *("test_transformers", "test_attention", "test_loops", "test_bad_input"),
 )
 

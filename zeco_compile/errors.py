@@ -26,7 +26,7 @@ from zeco_compile.lowering.errors import (
     TransferNotFound,
     UnequalShards,
 )
-from zeco_compile.lowering.exchange import IndivisibleSequence, InvalidExchange
+from zeco_compile.lowering.exchange_parts import IndivisibleSequence, InvalidExchange
 from zeco_compile.lowering.groups import GroupChanged, InvalidGroup
 from zeco_compile.passes.errors import (
     AmbiguousSequence,

@@ -30,7 +30,7 @@ from zeco_compile.passes import (
     by_name,
     checkpoints,
     gather,
-    keys,
+    gathered_keys,
     length,
     length_tables,
     loops,
@@ -348,8 +348,8 @@ def _recognize(
         running_sums=running_sums,
         later=later,
         not_again=hopeless,
-        otherwise=lambda user_node: keys.softmax_over_keys(analysis, user_node) is not None,
-        at_last=lambda user_node: keys.over_all_keys(analysis, user_node) is not None,
+        otherwise=lambda user_node: gathered_keys.softmax_over_keys(analysis, user_node) is not None,
+        at_last=lambda user_node: gathered_keys.over_all_keys(analysis, user_node) is not None,
         carried=shard.will_be_carried(analysis) if running_sums else lambda user_node: False,
     )
     if not running_sums:

@@ -6,8 +6,8 @@ may be the length of the slice, a step may be special (`if t == 0`, `t % 64 == 0
 with a symbol may have taken a way that the whole sequence would not have taken (`if T % chunk: pad`). So the
 user's function is traced once more, on longer inputs, and both traces are compared: what differs depends on the
 length in a way that is not known, and is refused. Masks and positions, which softmax attention needs for the whole
-sequence, take their numbers from the second trace (`SecondLook.at_whole_length`, passes/keys.py), and so does what is
-computed of a sum over the sequence, `loss / T` (`take_numbers`).
+sequence, take their numbers from the second trace (`SecondLook.at_whole_length`, passes/rows_and_columns.py), and so
+does what is computed of a sum over the sequence, `loss / T` (`take_numbers`).
 
 Nothing is run: the inputs of the second trace are the given ones, repeated.
 """
@@ -354,8 +354,8 @@ class SecondLook:
     def compare(self) -> None:
         """Raises LengthInValue where the user's function, traced on a longer sequence, is another program."""
         second = self.second
-        # Masks that have been made for the whole sequence (passes/keys.py) are there no more: of what size they were
-        # is of no consequence.
+        # Masks that have been made for the whole sequence (passes/rows_and_columns.py) are there no more: of what size
+        # they were is of no consequence.
         there = set(self.gm.graph.nodes)
         gone = {
             place

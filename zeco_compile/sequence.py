@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zeco_compile.lowering import exchange
+from zeco_compile.lowering import exchange, exchange_parts
 from zeco_compile.lowering.groups import resolve_group_and_size
 
 
@@ -27,7 +27,7 @@ def shard_sequence(x: Tensor, dim: int = 1, group: Any = None) -> Tensor:
     dimension, `InvalidGroup` for what is no group of this rank.
     """
     name, world_size = resolve_group_and_size(group)
-    exchange.check_divisible(x, dim, world_size)
+    exchange_parts.check_divisible(x, dim, world_size)
     return exchange.slice_sequence(x, dim, name, world_size)
 
 
@@ -42,5 +42,5 @@ def gather_sequence(y: Tensor, dim: int = 1, group: Any = None) -> Tensor:
     does not call it makes the others raise `RankMissing` after the group's timeout.
     """
     name, world_size = resolve_group_and_size(group)
-    exchange.check_dimension(y, dim)
+    exchange_parts.check_dimension(y, dim)
     return exchange.gather_sequence(y, dim, name, world_size)

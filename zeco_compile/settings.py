@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from zeco_compile.errors import InvalidOption
-from zeco_compile.lowering.communicator import members
-from zeco_compile.lowering.groups import InvalidGroup, SameGroup, refuse_other_order, resolve_group
+from zeco_compile.lowering.groups import InvalidGroup, SameGroup, members, refuse_other_order, resolve_group
 from zeco_compile.passes.errors import as_compile_error
 
 Schedule = Literal["auto", "all_scan", "all_scan_tree", "two_level", "lasp1", "lasp2"]

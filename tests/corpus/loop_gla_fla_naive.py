@@ -3,8 +3,7 @@
 import torch
 
 EXPECTED = {"families": ["per channel"]}
-LOCAL_LENGTHS = (5,)
-MORE_LOCAL_LENGTHS = (3,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (5,)
 
 
 def naive_recurrent_gla(q, k, v, gk):

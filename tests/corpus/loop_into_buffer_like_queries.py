@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 EXPECTED = {"families": ["per head and token"]}
-LOCAL_LENGTHS = (4,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (4,)
 
 
 class Model(nn.Module):

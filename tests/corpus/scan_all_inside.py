@@ -5,7 +5,7 @@ from torch import nn
 from torch._higher_order_ops.scan import scan
 
 EXPECTED = {"families": ["per head and token", "per head and token"]}
-LOCAL_LENGTHS = (4,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (4,)
 
 
 class Model(nn.Module):

@@ -25,7 +25,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-from zeco_compile.lowering import agreement, communicator, exchange
+from zeco_compile.lowering import agreement, communicator, exchange, halo
 from zeco_compile.lowering.errors import UnequalShards
 from zeco_compile.lowering.groups import resolve_group
 from zeco_compile.sequence import gather_sequence, shard_sequence
@@ -114,7 +114,7 @@ def _compare(rank: int, device: torch.device, cases: list[tuple]) -> None:
         if weights is not None:
             x.requires_grad_()
             expected.append(gradients[rank])
-        y = getattr(exchange, op)(x, *args, group)
+        y = getattr(torch.ops.zeco, op)(x, *args, group)
         found.append(y.detach())
         if weights is not None:
             found += torch.autograd.grad(y, x, whole._strided(weights[rank].to(device), layout))
@@ -181,7 +181,7 @@ def _queued(rank: int, device: torch.device, world_size: int) -> None:
     group = resolve_group()
     x = torch.full((64, 4096), float(rank), device=device)
     for step in range(50):
-        x = exchange.halo(x + 1, 0, 64, 0, float(step), group)[:64]
+        x = halo.halo(x + 1, 0, 64, 0, float(step), group)[:64]
     # rank 0 takes the last step's fill; rank p the rows that rank p-1 had a step before, and one more
     expected = 49.0
     assert (x == expected).all(), (x.min(), x.max(), expected)
@@ -193,7 +193,7 @@ def _times(device: torch.device) -> None:
     small = torch.randn(64, device=device)
     for name, run in [
         ("check_lengths", lambda: agreement.check_lengths(group, (16384,))),
-        ("halo, 3 rows of 2048 bf16 beside 16384", lambda: exchange.halo(x, 1, 3, 0, 0.0, group)),
+        ("halo, 3 rows of 2048 bf16 beside 16384", lambda: halo.halo(x, 1, 3, 0, 0.0, group)),
         ("all_sum of 64", lambda: exchange.all_sum(small, group)),
         ("from_rank of 64", lambda: exchange.from_rank(small, 0, group)),
     ]:

@@ -17,26 +17,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from triton_tuning import tune
+
 WIDTH, HEADS, LOCAL = 256, 4, 192
 ALLOWED = 2e-2
-
-
-def first_configuration_only() -> None:
-    """To be called before fla is imported."""
-    from triton.runtime.autotuner import Autotuner
-
-    whole = Autotuner.__init__
-
-    def first(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
-        whole(self, fn, arg_names, configs[:1], *args, **kwargs)
-
-    Autotuner.__init__ = first  # type: ignore[method-assign]
 
 
 def layers() -> dict[str, Callable[[], nn.Module]]:
@@ -59,7 +51,7 @@ def main() -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    first_configuration_only()
+    tune(configurations=lambda configs: configs[:1])
     failed = 0
     for name, make in layers().items():
         if sys.argv[1:] and name not in sys.argv[1:]:

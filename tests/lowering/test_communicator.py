@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeco_compile.lowering import communicator, volume
+from zeco_compile.lowering import communicator, groups, volume
 from zeco_compile.lowering.errors import CommunicatorUnavailable, GroupNotFound, NeighbourLost
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def _groups(rank: int) -> dict[str, Any]:
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             continue
         comm = communicator.communicator_for(group.group_name, CPU)
-        where = communicator.members(group.group_name)
+        where = groups.members(group.group_name)
         out[name] = where.rank, where.global_ranks, comm.run("shift", lambda link: _shift(link, rank))
     world = communicator.communicator_for(_world(), CPU)
     out["world"] = world.run("shift", lambda link: _shift(link, rank))
@@ -161,9 +161,9 @@ def test_bad_posts_are_refused(ranks):
 
 
 def test_groups_that_do_not_exist():
-    assert communicator.members("") == communicator.Members(0, 1, (0,))
+    assert groups.members("") == groups.Members(0, 1, (0,))
     with pytest.raises(GroupNotFound, match="no process group named 'gone'"):
-        communicator.members("gone")
+        groups.members("gone")
     with pytest.raises(GroupNotFound):
         communicator.communicator_for("gone", CPU)
     with pytest.raises(CommunicatorUnavailable, match="meta"):

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_compile.lowering import agreement, exchange, volume
-from zeco_compile.lowering.communicator import members
+from zeco_compile.lowering import agreement, exchange, exchange_parts, halo, volume
 from zeco_compile.lowering.errors import CommunicatorUnavailable, NeighbourLost, UnequalShards
-from zeco_compile.lowering.groups import resolve_group
+from zeco_compile.lowering.groups import members, resolve_group
 
 # --- the same on the whole sequence: lists with one entry a rank
 # ---------------------------------------------
@@ -105,7 +104,7 @@ def _on_rank(rank: int, cases: list[tuple[str, list[Tensor], list[Tensor] | None
         x = _strided(xs[rank], layout)
         if weights is not None:
             x.requires_grad_()
-        y = getattr(exchange, op)(x, *args, group)
+        y = getattr(torch.ops.zeco, op)(x, *args, group)
         assert y.is_contiguous()
         assert y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() or y.numel() == 0
         gradient = None
@@ -269,7 +268,7 @@ def _in_subgroup(rank: int) -> list[Tensor]:
     group = resolve_group(first if rank in (0, 2) else second)
     x = torch.arange(4.0).view(1, 4) + 100 * rank
     x.requires_grad_()
-    y = exchange.halo(x, 1, 5, 1, -1.0, group)
+    y = halo.halo(x, 1, 5, 1, -1.0, group)
     (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
     return [
         y.detach(),
@@ -301,7 +300,7 @@ def _counted(rank: int) -> dict[str, int]:
     group = resolve_group()
     x = torch.randn(2, 8, 3, requires_grad=True)
     volume.reset()
-    exchange.halo(x, 1, 3, 0, 0.0, group).sum().backward()
+    halo.halo(x, 1, 3, 0, 0.0, group).sum().backward()
     return volume.sent()
 
 
@@ -362,7 +361,7 @@ def _opcheck(rank: int) -> None:
         ("rows_followed", (x, 1, 1, group)),
         ("ranks_before", (x, False, group, world_size)),
     ]:
-        torch.library.opcheck(getattr(exchange, op), arguments)
+        torch.library.opcheck(getattr(torch.ops.zeco, op).default, arguments)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -371,14 +370,14 @@ def test_opcheck(ranks: Any, world_size: int) -> None:
 
 
 def _everything(x: Tensor, labels: Tensor, group: str, world_size: int) -> tuple[Tensor, ...]:
-    padded = exchange.halo(x, 1, 4, 1, 0.0, group)
+    padded = halo.halo(x, 1, 4, 1, 0.0, group)
     mixed = (padded[:, 4:-1] * padded[:, :-5].sin()) + padded[:, 5:]
     shift = exchange.all_max(mixed.detach().amax(1), group)
     weight = exchange.all_sum((mixed - shift[:, None]).exp().sum(1), group)
     last = exchange.from_rank(mixed[:, -1], world_size - 1, group)
     whole = exchange.gather_sequence(mixed, 1, group, world_size, True)
     back = exchange.slice_sequence(whole.cumsum(1), 1, group, world_size)
-    targets = exchange.halo(labels, 1, 0, 1, -100.0, group)[:, 1:]
+    targets = halo.halo(labels, 1, 0, 1, -100.0, group)[:, 1:]
     return back, weight.log(), last * weight, targets
 
 
@@ -474,7 +473,7 @@ def test_a_cached_graph_is_not_taken_for_another_number_of_ranks(
     ],
 )
 def test_arguments_without_a_meaning(op: str, arguments: tuple, message: str) -> None:
-    with pytest.raises(exchange.InvalidExchange, match=message):
+    with pytest.raises(exchange_parts.InvalidExchange, match=message):
         getattr(torch.ops.zeco, op)(*arguments)
 
 
@@ -493,9 +492,9 @@ def _bad_on_rank(rank: int, case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "error", "message"),
     [
-        ("indivisible", exchange.IndivisibleSequence, "sequence of 5 .* into 2 slices"),
-        ("indivisible sum", exchange.IndivisibleSequence, "sequence of 5 .* into 2 slices"),
-        ("owner", exchange.InvalidExchange, "owner 2 in a group of 2"),
+        ("indivisible", exchange_parts.IndivisibleSequence, "sequence of 5 .* into 2 slices"),
+        ("indivisible sum", exchange_parts.IndivisibleSequence, "sequence of 5 .* into 2 slices"),
+        ("owner", exchange_parts.InvalidExchange, "owner 2 in a group of 2"),
         ("unequal", UnequalShards, r"rank 0: \(2, 5\); rank 1: \(2, 6\)"),
     ],
 )
@@ -511,7 +510,7 @@ def _lonely(rank: int, op: str) -> tuple[Exception | None, float]:
     start = time.monotonic()
     x = torch.ones(2, 4)
     try:
-        exchange.halo(x, 1, 1, 1, 0.0, group) if op == "halo" else exchange.gather_sequence(x, 1, group)
+        halo.halo(x, 1, 1, 1, 0.0, group) if op == "halo" else exchange.gather_sequence(x, 1, group)
     except (NeighbourLost, CommunicatorUnavailable, agreement.RankMissing) as error:
         return error, time.monotonic() - start
     return None, time.monotonic() - start

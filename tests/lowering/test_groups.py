@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from zeco_compile.lowering import torch_private
-from zeco_compile.lowering.communicator import members
 from zeco_compile.lowering.groups import (
     GroupChanged,
     InvalidGroup,
     SameGroup,
+    members,
     refuse_other_order,
     resolve_group,
     resolve_group_and_size,

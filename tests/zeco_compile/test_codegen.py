@@ -22,7 +22,7 @@ CODEGENS = ["aot_eager", "inductor"]
 
 
 def _two_layers_on_a_rank(case: dict[str, Any]) -> dict[str, Any]:
-    """Two layers with an output gate, in eager and compiled; `case` says what to vary."""
+    """Two layers (or as many as the case has) with an output gate, in eager and compiled; `case` says what to vary."""
     import contextlib
     import os
 
@@ -44,7 +44,7 @@ def _two_layers_on_a_rank(case: dict[str, Any]) -> dict[str, Any]:
     )
 
     def model(x, w):
-        for layer in range(2):
+        for layer in range(case.get("layers", 2)):
             if case.get("checkpoint"):
                 x = torch.utils.checkpoint.checkpoint(one_layer, x, w[layer], use_reentrant=False)
             else:
@@ -170,9 +170,9 @@ def test_recomputed_activations_scan_again_layer_by_layer(codegen):
 
 @pytest.mark.parametrize("codegen", CODEGENS)
 def test_without_overlap_the_numbers_are_the_same(codegen):
-    for result in _run(codegen=codegen, halo=True, overlap=False):
+    for result in _run(codegen=codegen, halo=True, overlap=False, layers=1):
         assert max(result["differences"]) < 1e-12
-        assert result["forward"].count("scan_start") == 2
+        assert result["forward"].count("scan_start") == 1
 
 
 # ----- one rank, in this process
@@ -249,7 +249,8 @@ def new_processes() -> Iterator[Pool]:
 
 
 def test_other_processes_find_everything_in_the_caches(new_processes, tmp_path):
-    case = {"codegen": "inductor", "environment": {"TORCHINDUCTOR_CACHE_DIR": os.fspath(tmp_path)}}
+    environment = {"TORCHINDUCTOR_CACHE_DIR": os.fspath(tmp_path)}
+    case = {"codegen": "inductor", "layers": 1, "environment": environment}
     cold_results = _run(**case)
     outcomes = new_processes.run(_two_layers_on_a_rank, (case,), 300.0)
     raise_failures(outcomes)
@@ -259,8 +260,8 @@ def test_other_processes_find_everything_in_the_caches(new_processes, tmp_path):
         assert warm["hits"] == {"graph": 2, "autograd": 1, "bypass": 0}
         for result in (cold, warm):
             assert max(result["differences"]) < 1e-12
-            assert result["forward"] == FORWARD * 2
-            assert result["backward"] == BACKWARD * 2
+            assert result["forward"] == FORWARD
+            assert result["backward"] == BACKWARD
             assert result["post_pass"] is None
         for got, expected in zip(warm["values"][0], cold["values"][0], strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from zeco_compile.kernels.errors import ZecoError
 from zeco_compile.lowering.agreement import RankMissing
 from zeco_compile.lowering.errors import UnequalShards
-from zeco_compile.lowering.exchange import IndivisibleSequence, InvalidExchange
+from zeco_compile.lowering.exchange_parts import IndivisibleSequence, InvalidExchange
 from zeco_compile.lowering.groups import InvalidGroup
 from zeco_compile.sequence import gather_sequence, shard_sequence
 

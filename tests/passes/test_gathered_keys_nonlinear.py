@@ -125,7 +125,7 @@ def test_what_needs_other_queries_or_is_linear_is_refused(attend: Attend) -> Non
         lambda: torch.randn(2, 8, 4, dtype=torch.float64),
         world_size=2,
         error=UnsupportedOp,
-        match="test_keys_nonlinear",
+        match="test_gathered_keys_nonlinear",
     )
 
 
@@ -151,5 +151,5 @@ def test_a_function_of_the_length_elsewhere(attend: Attend) -> None:
         lambda: torch.randn(2, 16, 4, dtype=torch.float64),
         world_size=2,
         error=LengthInValue,
-        match="test_keys_nonlinear",
+        match="test_gathered_keys_nonlinear",
     )
