@@ -4,12 +4,15 @@ The forward is in the shadow graph as any other code. The backward is not: what 
 other positions though the forward does not (a reversed sum, a norm over all tokens), or treat the first one in a way
 of its own. So forward and backward are traced once more, on real tensors, and their axes are followed. What is needed
 is what the contract says of gradients: of a value along the sequence, each position has its own, computed from itself
-alone; of a parameter, it is a sum over the positions, and nothing is done with the sum but what is linear.
+alone; of a parameter, it is a sum over the positions, and nothing is done with the sum but what is linear. Where a
+function is of values that do not run along the sequence, a parameter that is rounded or a pooled vector, every rank has
+but a part of the gradient, so what its backward does with that has to be linear: it is tried.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,7 +77,7 @@ def _reason(analysis: Analysis, node: fx.Node) -> str | None:
     arguments = [argument for argument in node.args if not _is_body(analysis, argument)]
     tensors = [a for a in arguments if isinstance(_made(analysis, node, a), fx.Node)]
     along = [analysis.track.sequence_dims(_made(analysis, node, a)) for a in tensors]
-    if not any(along):
+    if not tensors:
         return None
     if any(len(dims) > 1 for dims in along):
         return "a value for each pair of positions enters it"
@@ -108,6 +111,8 @@ def _reason(analysis: Analysis, node: fx.Node) -> str | None:
     if not results or not wanted:
         return None
     ups = [_drawn(result.shape, result) for result in results]
+    if not any(along):
+        return None if _is_linear(lambda given: backward(*values, *given), ups) else _NOT_LINEAR
     traced = make_fx(backward)(*values, *ups)
     # A gradient has the axes of what it is the gradient of.
     made_along = {
@@ -119,6 +124,38 @@ def _reason(analysis: Analysis, node: fx.Node) -> str | None:
     track = track_axes(traced.graph, given, sizes.length, SizeFacts())
     output = next(n for n in traced.graph.nodes if n.op == "output")
     return _judge(track, output, [along[i] for i in wanted])
+
+
+_NOT_LINEAR = (
+    "its backward does more with the gradient than what is linear, and of a value that does not run along the sequence "
+    "every rank has but a part of that"
+)
+
+
+def _is_linear(
+    backward: Callable[[list[torch.Tensor]], list[torch.Tensor | None]], ups: list[torch.Tensor]
+) -> bool:
+    """Whether the gradients of a sum are the sum of the gradients, for small and for large ones of either sign."""
+    generator = torch.Generator().manual_seed(1)
+    for scale in (1e-6, 1.0, 1e6):
+        one, other = (
+            [scale * torch.randn(up.shape, generator=generator, dtype=torch.float64) for up in ups]
+            for _ in range(2)
+        )
+        parts = [
+            backward([x.to(up.dtype) for x, up in zip(given, ups, strict=True)])
+            for given in (one, other, [x + y for x, y in zip(one, other, strict=True)])
+        ]
+        for first, second, both in zip(*parts, strict=True):
+            if first is None or second is None or both is None:
+                if any(part is not None for part in (first, second, both)):
+                    return False
+                continue
+            bound = 16 * torch.finfo(both.dtype).eps * max(both.numel(), 64)
+            size = max(float(part.abs().max()) if part.numel() else 0.0 for part in (first, second, both))
+            if not bool(((first + second - both).abs() <= bound * size).all()):
+                return False
+    return True
 
 
 def _judge(track: Tracking, output: fx.Node, along: list[list[int]]) -> str | None:

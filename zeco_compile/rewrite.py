@@ -11,6 +11,7 @@ close scans     scans that are still needed are as the user wrote them; of the o
 length          numbers that the code computes from the length get the whole one
 shard           every other op that mixes positions gets what it needs, or is refused
 verify          the result is analysed from nothing, and has to be right as it stands
+snapshots       what is read of an input that the code then changes is kept for the backward
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from zeco_compile.passes import (
     recognize,
     scans,
     shard,
+    snapshots,
     sorted_rows,
     verify,
 )
@@ -141,6 +143,7 @@ def rewrite(
         ]
     else:
         passes.append(closing)
+    passes.append(("snapshots", _snapshots))
     analysis: Analysis | None = first
     for name, run in passes:
         with report.recording(name, gm) as record:
@@ -414,3 +417,7 @@ def _take_whole_length(work: _Rewriting, analysis: Analysis) -> None:
 
 def _verify(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     work.output_dims = verify.verify(analysis)
+
+
+def _snapshots(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = snapshots.keep_read_values(analysis)

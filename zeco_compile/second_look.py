@@ -26,7 +26,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from zeco_compile import another_length
+from zeco_compile import another_length, torch_private
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis
 from zeco_compile.passes.errors import LengthInValue
 from zeco_compile.passes.inputs import GraphInput, graph_inputs
@@ -316,6 +316,10 @@ class SecondLook:
     """The ops of the first trace that `at_whole_length` has been asked for."""
     taken: set[fx.Node] = field(default_factory=set)
     """Those that have been written again with the numbers that they have in the other trace."""
+    left_behind: list[str] = field(default_factory=torch_private.numbers_left_behind)
+    """What this trace leaves in Python objects."""
+    left_there: list[str] = field(default_factory=list)
+    """What the other one leaves there."""
 
     @cached_property
     def second(self) -> list[Step]:
@@ -323,9 +327,14 @@ class SecondLook:
         inputs = graph_inputs(self.gm, self.example_inputs, self.seq_dim)
         self.length, self.longer = self._lengths(inputs)
         found: list[list[Step]] = []
+
+        def look(other: fx.GraphModule, others: Sequence[Any]) -> None:
+            self.left_there = torch_private.numbers_left_behind()
+            found.append(self.steps(other, others))
+
         failed = another_length.look_at(
             another_length.longer_inputs(inputs, self.example_inputs, self.longer, symbolic=self.symbolic),
-            lambda other, others: found.append(self.steps(other, others)),
+            look,
         )
         if failed is not None:
             raise LengthInValue(
@@ -377,6 +386,25 @@ class SecondLook:
             )
 
         _compare(seen(self.first), seen(second), self.length, self.longer)
+        self._refuse_numbers_left_behind()
+
+    def _refuse_numbers_left_behind(self) -> None:
+        """Raises LengthInValue for a number from the length that the function returns or leaves in an object: the next
+        call, or the caller, would take the slice's for that of the whole sequence."""
+        if self.left_behind == self.left_there:
+            return
+        pairs = zip(self.left_behind, self.left_there, strict=False)
+        here, there = next(
+            (pair for pair in pairs if pair[0] != pair[1]),
+            (f"{len(self.left_behind)} numbers", f"{len(self.left_there)}"),
+        )
+        raise LengthInValue(
+            f"{here}, which is {there} for {self.longer} tokens instead of {self.length},",
+            location=another_length.first_location(self.gm),
+            why="the function returns this number, or keeps it in an object, where the caller or the next call takes "
+            "it for one of the whole sequence.",
+            hints=["keep it in a buffer, or count tokens outside of the compiled model"],
+        )
 
     def take_numbers(self) -> list[Decision]:
         """Gives elementwise ops on values that do not run along the sequence (the sum of a loss, counts) the numbers

@@ -18,6 +18,8 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import ConstantVariable, SymNodeVariable
+from torch._dynamo.variables.base import VariableTracker
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._higher_order_ops.scan import scan as scan  # a prototype, not in the public face of torch
@@ -173,3 +175,29 @@ def root_frame() -> Frame:
     root = InstructionTranslator.current_tx().output.root_tx
     variables = {n: v.cell_contents if isinstance(v, types.CellType) else v for n, v in root.f_locals.items()}
     return Frame(root.f_code, root.f_globals, variables, tuple(root.closure or ()))
+
+
+def numbers_left_behind() -> list[str]:
+    """The Python numbers that the traced function returns, or leaves in objects (`self.seen += x.shape[1]`), in a fixed
+    order: constants of the code around the graph, of which the graph shows nothing. To be called by a backend, within
+    its call."""
+    output = InstructionTranslator.current_tx().output
+    effects, seen, found = output.side_effects, {}, []  # type: ignore[var-annotated]
+
+    def note(variable: VariableTracker) -> None:
+        if isinstance(variable, SymNodeVariable):
+            value = variable.sym_num  # of a length that became a constant, too
+            known = isinstance(value, int | float) or value.node.expr.is_number
+            found.append(str(value) if known else "a number of the graph")
+        elif isinstance(variable, ConstantVariable) and isinstance(variable.value, int | float):
+            found.append(str(variable.value))
+        for name, value in effects.store_attr_mutations.get(variable, {}).items():
+            before = len(found)
+            VariableTracker.visit(note, value, seen)
+            found[before:] = [f"{name} = {number}" for number in found[before:]]
+
+    VariableTracker.visit(note, output.root_tx.stack, seen)
+    for variable in effects.id_to_variable.values():
+        if effects.is_modified(variable):
+            VariableTracker.visit(note, variable, seen)
+    return found

@@ -193,3 +193,70 @@ def test_a_backward_that_treats_a_position_in_its_own_way():
         error=UnsupportedOp,
         match="torch.autograd.Function",
     )
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.save_for_backward(weight)
+        return torch.round(4 * weight) / 4
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        return grad * (weight.abs() < 1)
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(-0.01, 0.01)
+
+
+class Normed(Clipped):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (grad.norm() + 1e-3)
+
+
+class OneEach(Clipped):
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.ones_like(grad)
+
+
+class OfWhole(nn.Module):
+    """The function is of a parameter, or of the mean over the sequence."""
+
+    def __init__(self, function, pooled):
+        super().__init__()
+        self.function, self.pooled = function, pooled
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        if self.pooled:
+            return x * self.weight + self.function.apply((x * self.weight).mean(1, keepdim=True))
+        return x * self.function.apply(self.weight)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_linear_backward_of_what_does_not_run_along_the_sequence_is_kept(pooled):
+    assert_equivalent(
+        lambda: OfWhole(Rounded, pooled), lambda: torch.randn(2, 6, 6, dtype=torch.float64), world_size=2
+    )
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("function", [Clipped, Normed, OneEach])
+def test_a_backward_that_changes_a_part_of_a_gradient_is_refused(function, pooled):
+    assert_refused(
+        lambda: OfWhole(function, pooled),
+        lambda: torch.randn(2, 6, 6, dtype=torch.float64),
+        world_size=2,
+        error=UnsupportedOp,
+        match="more with the gradient than what is linear",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -160,3 +161,55 @@ def test_longer_inputs_have_the_layout_of_those_given(tensor: Tensor, along: int
                 each.stride(dim) == each.stride(dim + 1) * each.shape[dim + 1] for each in (longer, tensor)
             ]
             assert merged[0] == merged[1]
+
+
+def _loop(x: Tensor) -> Tensor:
+    h, outputs = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = 0.9 * h + x[:, t]
+        outputs.append(h)
+    return torch.stack(outputs, 1)
+
+
+class Keeping(nn.Module):
+    """Keeps what `note` makes of the length, in one of the ways that Python has."""
+
+    def __init__(self, way: str, note: Callable[[int], int]) -> None:
+        super().__init__()
+        self.way, self.note = way, note
+        self.seen, self.by_name, self.lengths = 0, {"seen": 0}, [0]
+
+    def forward(self, x: Tensor) -> Any:
+        number = self.note(x.shape[1])
+        if self.way == "attribute":
+            self.seen += number
+        elif self.way == "dict":
+            self.by_name["seen"] += number
+        elif self.way == "list":
+            self.lengths.append(number)
+        else:
+            return _loop(x), {"tokens": number}
+        return _loop(x)
+
+
+WAYS = ["attribute", "dict", "list", "returned"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_number_from_the_length_that_stays_in_python_is_refused(way: str) -> None:
+    assert_refused(
+        lambda: Keeping(way, lambda length: length),
+        lambda: torch.randn(2, 8, 3, dtype=torch.float64),
+        world_size=2,
+        error=LengthInValue,
+        match="returns this number, or keeps it",
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_number_of_calls_may_stay_in_python(way: str) -> None:
+    assert_equivalent(
+        lambda: Keeping(way, lambda length: 1),
+        lambda: torch.randn(2, 8, 3, dtype=torch.float64),
+        world_size=2,
+    )

@@ -12,6 +12,7 @@ from zeco_compile.torch_private import (
     compile_without_codegen,
     configured_post_pass,
     current_compilation,
+    numbers_left_behind,
     root_frame,
 )
 
@@ -184,3 +185,21 @@ def test_a_backend_can_compile_the_function_again_for_other_arguments():
     assert shapes[0] == [(2, 3), (2, 3), (3,)], "x is given twice"
     assert shapes[1] == [(3,), (4, 3), (4, 3), (4, 3)], "and is two tensors once each is made anew"
     assert ran[-1] == shapes[0]
+
+
+def test_numbers_that_a_function_returns_or_keeps_are_found():
+    found, kept = [], {"calls": 2, "text": "no number", "lengths": [1]}
+
+    def backend(gm, example_inputs):
+        found.extend(numbers_left_behind())
+        return gm.forward
+
+    def function(x):
+        unread = [5, 6]
+        kept["calls"] += 1
+        kept["lengths"].append(len(unread) + 7)
+        return x + 1, 4.5
+
+    torch.compile(function, backend=backend, fullgraph=True)(torch.ones(3))
+    assert {"1", "3", "4.5", "9"} <= set(found)
+    assert not {"5", "6"} & set(found)
