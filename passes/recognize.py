@@ -31,6 +31,7 @@ from zeco_compile.passes.layout import Canonical, CanonicalAxes, GraphOperations
 from zeco_compile.passes.length import depends_on
 from zeco_compile.passes.locations import expression, user_location
 from zeco_compile.passes.modes import modes, reason_against, without_gradient
+from zeco_compile.passes.plans import settle
 from zeco_compile.passes.region import (
     INSIDE,
     CannotEvaluate,
@@ -461,6 +462,7 @@ class Wiring:
     schedule: str
     blocks: int
     group: str
+    world_size: int
 
 
 def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> RegionReport:
@@ -485,8 +487,6 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     state_readers = [each for each in state_readers if order[each[0]] > order[place]]
     if state_readers and match.detached:
         raise NotLinearAttention("its result has no gradient, and the state that is read has one")
-    if state_readers and roles.before is not None:
-        raise NotLinearAttention("it reads the state before each write, and returns that after the last one")
     if state_readers:
         found = final_state_scale(region, roles.axes.analysis, roles)
         if found is None:
@@ -557,6 +557,7 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             for each in heads:
                 each.meta["zeco_fitted"] = True
             g = heads[0] if len(heads) == 1 else ops.call(torch.cat, heads)
+        written = (k, v, g)
         if roles.before is not None:
             # What is the same at all positions has no row to be moved; one of both has.
             along = analysis.track.sequence_dims
@@ -565,7 +566,12 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             if any(map(along, roles.v)):
                 v = _one_later(ops, v, wiring.group)
             if g is not None and roles.before == "kept":
-                g = _one_later(ops, g, wiring.group) if roles.axes.gate_has_rows else g
+                if roles.initial_state is not None and not roles.axes.gate_has_rows:
+                    # what it begins with is read as it is
+                    in_rows = k if any(map(along, roles.k)) else v
+                    g = _one_later(ops, _with_rows(ops, roles, g, in_rows), wiring.group)
+                elif roles.axes.gate_has_rows:
+                    g = _one_later(ops, g, wiring.group)
             elif g is not None:
                 decay = ops.call(torch.exp, g)
                 if not roles.axes.gate_has_key:
@@ -600,6 +606,8 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
         last = o  # there are no readers of the state otherwise
         if state_readers and region.final_state is not None:
             last = ops.call(operator.getitem, call, 1)
+            if roles.before is not None:
+                last = _after_last_write(ops, roles, last, written, wiring)
             last = disarrange(ops, roles.axes, last, Canonical.STATE, region.final_state)
             last = last if state_scale == 1.0 else ops.call(aten.mul.Tensor, last, state_scale)
             last = ops.call(aten.to.dtype, last, region.final_state.meta["val"].dtype)
@@ -623,6 +631,39 @@ def _one_later(ops: GraphOperations, x: fx.Node, group: str) -> fx.Node:
     """[B, T, ...] with each row at the next position: the first is the last one of the rank before, zeros at rank 0."""
     rows = ops.call(torch.ops.zeco.halo.default, x, 1, 1, 0, 0.0, group)
     return ops.call(aten.slice.Tensor, rows, 1, 0, -1)
+
+
+def _with_rows(ops: GraphOperations, roles: Roles, g: fx.Node, in_rows: fx.Node) -> fx.Node:
+    """A gate that is the same at all positions, with a row for each, [B, T, H] or [B, T, H, K]."""
+    rows = ops.call(aten.zeros_like.default, ops.call(aten.select.int, in_rows, 3, 0))
+    return ops.call(torch.add, ops.unsqueeze(rows, 3) if roles.axes.gate_has_key else rows, g)
+
+
+def _after_last_write(
+    ops: GraphOperations,
+    roles: Roles,
+    state: fx.Node,
+    written: tuple[fx.Node, fx.Node, fx.Node | None],
+    wiring: Wiring,
+) -> fx.Node:
+    """[B, H, K, V] behind the last token of the sequence, from the state that it reads and the k, v and gate of all."""
+    k, v, g = written
+    dtype = torch.promote_types(ops.dtype, torch.float32)
+    k, v = (ops.call(aten.to.dtype, _of_last_token(ops, x, wiring), dtype) for x in (k, v))
+    if g is not None and roles.before == "kept":
+        decay = g if roles.constant is not None else _of_last_token(ops, g, wiring)
+        decay = ops.call(torch.exp, ops.call(aten.to.dtype, decay, dtype))
+        if not roles.axes.gate_has_key:
+            decay = ops.unsqueeze(decay, -1)
+        state = ops.multiply(state, ops.unsqueeze(decay, -1))
+    return ops.call(torch.add, state, ops.multiply(ops.unsqueeze(k, -1), ops.unsqueeze(v, -2)))
+
+
+def _of_last_token(ops: GraphOperations, x: fx.Node, wiring: Wiring) -> fx.Node:
+    """[B, H, ...] of [B, T, H, ...], equal on every rank."""
+    row = ops.call(aten.select.int, x, 1, -1)
+    settle(row)
+    return ops.call(torch.ops.zeco.from_rank.default, row, wiring.world_size - 1, wiring.group)
 
 
 def _with_own_term(

@@ -608,7 +608,8 @@ def _drawn(probe: Probe, roles: Roles, *, extreme: int = 0) -> dict[fx.Node, tor
 
 
 def final_state_scale(region: Region, analysis: Analysis, roles: Roles) -> float | None:
-    """What the region's final state is of the recurrence's, a constant; None if it is not that state."""
+    """What the region's final state is of the recurrence's behind the last write, a constant; None if it is not that
+    state."""
     if region.final_state is None or not (isinstance(analysis.length, int) or region.carries):
         return None
     length = analysis.length if isinstance(analysis.length, int) and not region.carries else _STEPS
@@ -697,6 +698,7 @@ def _recurrence(
         for gate, form in roles.gates[1:]:
             g = g + canonical_value(axes, Canonical.GATE, [gate], {gate: form.log_decay(values[gate])}, sizes)
     v = canonical_value(axes, Canonical.VALUE, roles.v, values, sizes)
+    written_k, written_v, written_g = k, v, g
     if roles.before is not None:
         k, v = _one_later(k), _one_later(v)
         if g is not None and roles.before == "kept":
@@ -716,6 +718,11 @@ def _recurrence(
         output_final_state=True,
     )
     assert state_after is not None, "it was asked for"
+    if roles.before is not None:
+        if written_g is not None and roles.before == "kept":
+            last = written_g[:, -1]
+            state_after = state_after * (last if axes.gate_has_key else last[..., None]).exp()[..., None]
+        state_after = state_after + written_k[:, -1, :, :, None] * written_v[:, -1, :, None]
     return o, state_after
 
 

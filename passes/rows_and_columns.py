@@ -57,6 +57,7 @@ class PairRegion:
     gathered: list[Part] = field(default_factory=list)
     leaves: set[Part] = field(default_factory=set)
     _held: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _of_the_length: dict[fx.Node, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         order = {node: i for i, node in enumerate(self.user_node.graph.nodes)}
@@ -68,9 +69,8 @@ class PairRegion:
         if part not in self.steps:
             ways = [self._leaf, self._interior, self._cut_from_whole]
             if self.analysis.is_constant(node) and (any(roles) or node.target in SHAPED_LIKE):
-                ways.insert(
-                    0, self._interior
-                )  # made again: there is no need to send it, or what it is shaped like
+                # made again: there is no need to send it, or what it is shaped like
+                ways = [self._interior, self._cut_from_whole, self._leaf]
             elif node in self.from_pairs and not part.columns:
                 ways = [
                     self._interior,
@@ -88,7 +88,7 @@ class PairRegion:
             try:
                 if (write := way(part)) is not None:
                     if way != self._cut_from_whole:
-                        self._check_axes(part, made=way == self._interior)
+                        self._check_axes(part)
                     self._check_sizes(part)
                     if way == self._leaf:
                         self.leaves.add(part)
@@ -175,21 +175,21 @@ class PairRegion:
         made = node.meta.get("val")
         along = analysis.track.sequence_dims(node)
         holder = self._held.get(node)
-        local = holder is not None and analysis.state(node) is State.LOCAL and not along
+        local = holder is not None and analysis.state(node) is State.LOCAL
         # with a constant length, an axis of constants may be the sequence and not be known as it
-        if (
-            local
-            and not self._grows(node)
-            and not (isinstance(analysis.length, int) and analysis.is_constant(node))
-        ):
+        unknown = isinstance(analysis.length, int) and analysis.is_constant(node)
+        if local and not along and not self._grows(node) and not unknown:
             return lambda writer: current(holder)  # type: ignore[arg-type]
-        if not isinstance(made, torch.Tensor) or (
-            made.dtype.is_floating_point and not analysis.is_constant(node)
-        ):
-            raise Unfit(f"`{node}` is no mask and no position")
-        if holder is not None and analysis.state(node) is State.LOCAL and not analysis.is_constant(node):
-            columns = self.need(node, tuple("column" if d in along else None for d in range(made.dim())))
-            return lambda writer: writer.env[columns]
+        if not isinstance(made, torch.Tensor):
+            raise Unfit(f"`{node}` is no tensor")
+        if not self._is_of_the_length(node):
+            if made.dtype.is_floating_point:
+                raise Unfit(f"`{node}` is no mask and no position")
+            if local and self._grows(node, along):
+                raise Unfit(f"`{node}` has an axis that is not followed")
+            if local:
+                columns = self.need(node, tuple("column" if d in along else None for d in range(made.dim())))
+                return lambda writer: writer.env[columns]
         if node.op != "call_function" or is_random(node):
             raise Unfit(f"`{node}` is not followed")
         sources = {n: self.need_whole(n) for n in tensors(node)}
@@ -409,21 +409,32 @@ class PairRegion:
             return first
         raise Unfit(f"the size {expression} is not one of an input")
 
-    def _check_axes(self, part: Part, made: bool) -> None:
-        """Raises Unfit for an axis that has no role, though its size depends on the length: one of a value `made` here
-        if that is a symbol, of any value if another trace shows it."""
-        length = sympy.sympify(self.analysis.length).free_symbols
-        sizes, whole = (n.meta["val"].shape for n in (part.node, self.at_whole_length(part.node)))
-        for dim, role in enumerate(part.roles):
-            size = sympy.sympify(size_of(sizes[dim]))
-            depends = not same_size(size, size_of(whole[dim])) or (made and bool(size.free_symbols & length))
-            if role is None and depends:
-                raise Unfit(f"`{part.node}` has an axis of the size {size} that is not followed")
+    def _check_axes(self, part: Part) -> None:
+        """Raises Unfit for an axis that has no role, though its size depends on the length."""
+        followed = [dim for dim, role in enumerate(part.roles) if role is not None]
+        if self._grows(part.node, followed):
+            raise Unfit(f"`{part.node}` has an axis that is not followed, whose size depends on the length")
 
-    def _grows(self, node: fx.Node) -> bool:
-        """Another trace shows that the value is larger for a longer sequence."""
+    def _grows(self, node: fx.Node, followed: Collection[int] = ()) -> bool:
+        """The value is larger for a longer sequence, in a dimension that is none of those `followed`."""
+        length = sympy.sympify(self.analysis.length).free_symbols
         sizes, whole = (n.meta["val"].shape for n in (node, self.at_whole_length(node)))
-        return not all(same_size(size_of(a), size_of(b)) for a, b in zip(sizes, whole, strict=True))
+        return any(
+            not same_size(size_of(a), size_of(b)) or bool(sympy.sympify(size_of(a)).free_symbols & length)
+            for dim, (a, b) in enumerate(zip(sizes, whole, strict=True))
+            if dim not in followed
+        )
+
+    def _is_of_the_length(self, node: fx.Node) -> bool:
+        """Computed from sizes, and from what every rank holds: parameters, buffers."""
+        if node not in self._of_the_length:
+            made = node.op == "call_function" and getattr(node.target, "namespace", "") != "zeco"
+            self._of_the_length[node] = self.analysis.is_constant(node) or (
+                not self.analysis.track.sequence_dims(node)
+                if node.op != "call_function"
+                else made and all(map(self._is_of_the_length, tensors(node)))
+            )
+        return self._of_the_length[node]
 
     def _check_sizes(self, part: Part) -> None:
         """Raises Unfit for a size or a number that is none of the inputs' sizes, nor computed from them."""

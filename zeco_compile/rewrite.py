@@ -112,7 +112,7 @@ def rewrite(
     refuse_hooks(gm)
     refuse_inner_gradients(gm)
     checkpoints.inline_checkpoints(gm)
-    wiring = recognize.Wiring(settings.schedule, settings.blocks or 0, ranks.group)
+    wiring = recognize.Wiring(settings.schedule, settings.blocks or 0, ranks.group, ranks.world_size)
     work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [], {})
     first = work.analyse()
     report.rank, report.world_size, report.group = ranks.rank, ranks.world_size, ranks.group

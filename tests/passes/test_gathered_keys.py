@@ -94,6 +94,27 @@ def _fractions(m, q, k, v):
     return (q @ k.mT - (i[:, None] - i).abs()).softmax(-1) @ v
 
 
+def _positions_cut_from_more(m, q, k, v):
+    """Positions that are rows of a longer range: what is made is as long as no slice is."""
+    T = q.shape[2]
+    i, j = torch.arange(T + 3)[2:-1], torch.arange(2 * T)[T:] - T + 2
+    return (q @ k.mT - (i[:, None] - j).abs() * 0.1 + torch.arange(T + 1)[1:] * 0.1).softmax(-1) @ v
+
+
+def _positions_behind_the_first(m, q, k, v):
+    i = F.pad(torch.arange(1, q.shape[2]), (1, 0))
+    return (q @ k.mT - (i[:, None] - i).abs() * 0.1).softmax(-1) @ v
+
+
+def _table_of_distances(m, q, k, v):
+    """A learned bias for each of the 2T - 1 distances, looked up for each pair."""
+    T = q.shape[2]
+    distances = (torch.arange(2 * T - 1) - (T - 1)).clamp(-31, 31)
+    i = torch.arange(T)
+    table = m.bias(distances + 31)
+    return (q @ k.mT + table[i[:, None] - i + T - 1].permute(2, 0, 1)).softmax(-1) @ v
+
+
 def _keys_first(m, q, k, v):
     scores = k @ q.mT
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool).triu()
@@ -129,6 +150,7 @@ ATTENTION: dict[str, Attend] = {
     for f in (
         _sdpa_masked, _sdpa_window, _sdpa_documents, _added_mask, _mask_in_a_buffer, _linear_bias, _learned_bias,
         _keys_first, _grouped, _length_times_the_weights, _bias_by_offset, _fractions,
+        _positions_cut_from_more, _positions_behind_the_first, _table_of_distances,
     )
 }  # fmt: skip
 
