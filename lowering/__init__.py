@@ -8,3 +8,4 @@ from zeco_compile.lowering import attention as attention
 from zeco_compile.lowering import carries as carries
 from zeco_compile.lowering import checks as checks
 from zeco_compile.lowering import exchange as exchange
+from zeco_compile.lowering import maxima as maxima

@@ -878,6 +878,14 @@ def carry_after(track: Tracking, node: fx.Node) -> None:
     track.out(node, track.broadcast([track.dims(before), track.dims(value)]))
 
 
+@rule(zeco.running_maximum.default)
+def running_maximum(track: Tracking, node: fx.Node) -> None:
+    g, k, initial = (track.dims(operand(node, i)) for i in range(3))
+    dims = track.broadcast([g, k, ((), *initial)])
+    track.act(node, dims[0], "along")
+    track.outs(node, [dims, dims])
+
+
 @rule(zeco.rank_state.default)
 def attention_state(track: Tracking, node: fx.Node) -> None:
     k, v = track.dims(operand(node, 0)), track.dims(operand(node, 1))

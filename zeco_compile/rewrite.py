@@ -35,6 +35,7 @@ from zeco_compile.passes import (
     length_tables,
     loops,
     recognize,
+    running_maxima,
     scans,
     shard,
     sorted_rows,
@@ -122,6 +123,7 @@ def rewrite(
         ("by_name", _by_name),
         ("sorted_rows", _sorted_rows),
         ("scans", _open_scans),
+        ("running_maxima", _running_maxima),
         ("loops", _loops),
         ("by_meaning", _by_meaning),
     ]
@@ -194,6 +196,7 @@ def _second_look(
             _by_name,
             _sorted_rows,
             _open_scans,
+            _running_maxima,
             _loops,
             _by_meaning,
             _running_sums,
@@ -323,6 +326,10 @@ def _open_scans(work: _Rewriting, analysis: Analysis, record: PassRecord) -> Non
 
 def _close_scans(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     record.matches = scans.close_scans(analysis, work.scans, work.report.decisions, work.attempts)
+
+
+def _running_maxima(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = running_maxima.lift_maxima(analysis, work.ranks, work.report.decisions)
 
 
 def _loops(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
