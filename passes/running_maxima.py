@@ -17,6 +17,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,25 +131,23 @@ class _Steps:
         if node in self.emitter.found:
             return
 
-        def inside(each: fx.Node) -> bool:
-            """Computed in this step, and not from its token alone."""
-            return each not in self.emitter.found and not self.of_no_step(each) and each not in ends
-
         for one, other in ((0, 1), (1, 0)):
             carried, k = operand(node, one), operand(node, other)
             if k not in self.emitter.found or self.of[k] != step or not _alike(k, node):
                 continue
             for before in _sources(carried):
-                ends = {before}
                 if before in self.emitter.found or not _alike(before, node):
                     continue
                 if step > 0 and before.target is not aten.maximum.default:
                     continue
-                linear = Reading(before, inside).of(carried)
+                linear = Reading(before, partial(self._leads_to, before)).of(carried)
                 if linear is None or linear.ways != 1 or linear.factor != 1:
                     continue
                 if self._is_of_token(linear.rest, step, node) and self._all_plain(carried, before):
                     yield _Update(before, node, linear.rest, k)
+
+    def _leads_to(self, before: fx.Node, node: fx.Node) -> bool:
+        return node is not before and node not in self.emitter.found and before in _sources(node)
 
     def _is_of_token(self, g: Expression, step: int, node: fx.Node) -> bool:
         """All that g is computed from is of the step's own token, or of none, and as wide as m."""

@@ -4,6 +4,7 @@ length tables   what the code makes of the length and of parameters is computed 
 by name         operators of this package, called or substituted, get their group
 sorted rows     rows that are sorted, worked on one by one or by group, and sorted back, are left alone
 scans           the bodies of scans are written out for all steps at once
+running maxima  the stabilisers of exponential gates are known for all tokens without the states
 loops           what the steps of a loop compute from their own tokens alone moves out of it
 by meaning      regions that compute linear attention become the operator
 running sums    what remains of cumulative sums; other cumulative ops are taken for what they will be
