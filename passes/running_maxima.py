@@ -379,7 +379,8 @@ class _Lifting:
 
     def _place(self, readers: _Readers) -> Place:
         order = self.emitter.order
-        users = [user for user, *_ in (*readers.first, *readers.current, *readers.following)]
+        everyone = (*readers.first, *readers.following, *((user, read) for user, read, _ in readers.current))
+        users = [user for user, _ in everyone]
         first = min(users, key=order.__getitem__)
         return Place(first, order[first] - 1)
 
