@@ -128,6 +128,8 @@ class _Steps:
         step = self.of.get(node)
         if node.target is not aten.maximum.default or step is None or not self.emitter.plain(node):
             return
+        if node.meta["val"].dtype not in (torch.float32, torch.float64):
+            return  # halves would be rounded in another order
         if node in self.emitter.found:
             return
 

@@ -101,6 +101,7 @@ def test_decays_that_are_sums() -> None:
         lambda m, lf, i, t, c: torch.maximum(lf + m, lf) if t == 3 else torch.maximum(lf + m, i),
         lambda m, lf, i, t, c: torch.where(i > 0, torch.maximum(lf + m, i), m),
         lambda m, lf, i, t, c: torch.maximum(lf + m, i.mean(-1, keepdim=True)),
+        lambda m, lf, i, t, c: torch.maximum((lf + m).half(), i.half()).double(),
     ],
 )
 def test_what_is_no_running_maximum(update: Callable[..., Tensor]) -> None:
