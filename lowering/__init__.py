@@ -10,3 +10,4 @@ from zeco_compile.lowering import checks as checks
 from zeco_compile.lowering import exchange as exchange
 from zeco_compile.lowering import halo as halo
 from zeco_compile.lowering import snapshots as snapshots
+from zeco_compile.lowering import maxima as maxima

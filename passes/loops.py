@@ -52,7 +52,7 @@ _SPREADING = (aten.expand.default, aten.repeat.default, aten.expand_copy.default
 
 
 @dataclass(eq=False)
-class _Family:
+class Family:
     """One value in every step: `steps[t]` are the ATen nodes that hold it in step t (more than one where the code
     computes it twice). `source` is what it is a row of, else `node` shows how it is computed from others."""
 
@@ -66,7 +66,7 @@ class _Family:
     keeps_dim: bool = False
 
 
-class _Unable(Exception):
+class Unable(Exception):
     """A function cannot be moved; the loop stays as it is."""
 
 
@@ -77,11 +77,11 @@ def lift_steps(analysis: Analysis, decisions: list[Decision]) -> int:
     """
     if not isinstance(analysis.length, int) or analysis.length < 2:
         return 0
-    plain = _plainly_run(analysis)
-    found, touched = _find(analysis, plain)
+    plain = plainly_run(analysis)
+    found, touched = families(analysis, plain)
     if not found:
         return 0
-    emitter = _Emitter(analysis, found, touched, plain, decisions)
+    emitter = Emitter(analysis, found, touched, plain, decisions)
     moved = emitter.unmask() + emitter.lift() + emitter.sink()
     emitter.sweep()
     return moved
@@ -90,14 +90,14 @@ def lift_steps(analysis: Analysis, decisions: list[Decision]) -> int:
 # ------------------------------------------------------------------------------------------------------- finding
 
 
-def _find(
+def families(
     analysis: Analysis, plain: Callable[[fx.Node], bool]
-) -> tuple[dict[fx.Node, _Family], set[fx.Node]]:
+) -> tuple[dict[fx.Node, Family], set[fx.Node]]:
     """The families of all steps, or of all but the last: nodes of the shadow -> the family whose step they are; and all
     that is computed from a row, in whatever way."""
     length = analysis.length
-    known: dict[Any, _Family] = {}
-    of: dict[fx.Node, tuple[_Family, int]] = {}
+    known: dict[Any, Family] = {}
+    of: dict[fx.Node, tuple[Family, int]] = {}
     constants: dict[Any, fx.Node] = {}
     touched: set[fx.Node] = set()
 
@@ -107,7 +107,7 @@ def _find(
             return repr(leaf)
         if leaf in of:
             return of[leaf][0]
-        if _is_factory(analysis, leaf):
+        if is_factory(analysis, leaf):
             return constants.setdefault((leaf.target, repr(leaf.args), repr(leaf.kwargs)), leaf)
         return leaf
 
@@ -124,7 +124,7 @@ def _find(
         if taken is not None:
             source, dim, keeps_dim, t = taken
             key: Any = ("row", source, dim, keeps_dim)
-            made = _Family(node, False, _elements(node), source=source, dim=dim, keeps_dim=keeps_dim)
+            made = Family(node, False, _elements(node), source=source, dim=dim, keeps_dim=keeps_dim)
         else:
             within = [of[source] for source in node.all_input_nodes if source in of]
             steps = {t for _, t in within}
@@ -140,7 +140,7 @@ def _find(
             computes = node.target not in _VIEWS or any(f.computes for f, _ in within)
             # Some columns of a token are no more than another value of it, but have axes of their own.
             computes = computes or _elements(node) < max(_elements(f.node) for f, _ in within)
-            made = _Family(node, computes, own)
+            made = Family(node, computes, own)
         touched.add(node)
         family = known.setdefault(key, made)
         family.steps.setdefault(t, []).append(node)
@@ -149,7 +149,7 @@ def _find(
     return {n: f for n, (f, _) in of.items() if set(f.steps) >= set(range(max(2, length - 1)))}, touched
 
 
-def _plainly_run(analysis: Analysis) -> Callable[[fx.Node], bool]:
+def plainly_run(analysis: Analysis) -> Callable[[fx.Node], bool]:
     """Whether an ATen node runs as the model was called: no other mode, and no backward of its own."""
     mode_of = modes(analysis.gm.graph)
 
@@ -162,7 +162,7 @@ def _plainly_run(analysis: Analysis) -> Callable[[fx.Node], bool]:
     return plain
 
 
-def _is_factory(analysis: Analysis, node: fx.Node) -> bool:
+def is_factory(analysis: Analysis, node: fx.Node) -> bool:
     """Made of numbers alone, and so the same wherever it is made again."""
     made = node.op == "call_function" and not node.all_input_nodes and not is_random(node)
     return made and analysis.is_constant(node)
@@ -232,7 +232,7 @@ def _elements(node: fx.Node) -> int:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """In front of `before`, where the values hold that there are right behind the user's node number `index`."""
 
     before: fx.Node
@@ -240,20 +240,20 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class Whole:
     """A value for all tokens, the sequence first: node(s) of the user's graph, and what they look like."""
 
     value: Any
     fake: Any
 
 
-class _Emitter:
+class Emitter:
     """Writes families into the user's graph."""
 
     def __init__(
         self,
         analysis: Analysis,
-        found: dict[fx.Node, _Family],
+        found: dict[fx.Node, Family],
         touched: set[fx.Node],
         plain: Callable[[fx.Node], bool],
         decisions: list[Decision],
@@ -273,7 +273,8 @@ class _Emitter:
         self.largest = max((_elements(f.node) for f in self.family_of.values()), default=0)
         self.position = {node: i for i, node in enumerate(self.shadow.graph.nodes)}
         self.held: dict[int, dict[fx.Node, fx.Node]] = {}
-        self.wholes: dict[_Family, Any] = {}
+        self.wholes: dict[Family, Any] = {}
+        self.places: dict[Family, int] = {}
         self.made: list[fx.Node] = []
         self.unmasked: dict[fx.Node, fx.Node] = {}
         """States that have been written in another way -> the nodes that hold them now."""
@@ -297,7 +298,7 @@ class _Emitter:
         def told(node: fx.Node) -> str:
             if node in self.family_of:
                 return str(id(self.family_of[node]))
-            if _is_factory(self.analysis, node):
+            if is_factory(self.analysis, node):
                 return f"{node.target}({node.args}, {node.kwargs})"
             of_step = [source for source in node.all_input_nodes if source in step_of]
             if node not in step_of or any(step_of[source] != step_of[node] for source in of_step):
@@ -313,7 +314,7 @@ class _Emitter:
         for chain in chains:
             try:
                 self._rewritten(chain, told)
-            except _Unable as why:
+            except Unable as why:
                 log.debug("the update `%s` stays as it is: %s", chain[-1].after, why)
                 continue
             written += 1
@@ -321,16 +322,16 @@ class _Emitter:
         return written
 
     def _rewritten(self, chain: Sequence[Update], told: Callable[[fx.Node], str]) -> None:
-        """Raises _Unable; what has been rewritten by then computes what it did."""
+        """Raises Unable; what has been rewritten by then computes what it did."""
         first = self.shadow.origin[chain[0].after]
-        known: dict[str, _Whole] = {}
+        known: dict[str, Whole] = {}
         for t, update in enumerate(chain):
             end = self.shadow.origin[update.after]
             readers = self.reads.get(update.after, ())
             if any(read in self.mutable for _, read in readers):
-                raise _Unable(f"`{update.after}` is written to")
+                raise Unable(f"`{update.after}` is written to")
             dtype = update.after.meta["val"].dtype
-            before_all, at = _Place(first, self.order[first] - 1), _Place(end.next, self.order[end])
+            before_all, at = Place(first, self.order[first] - 1), Place(end.next, self.order[end])
             step = _Step(self, t, end, dtype, told, before_all, at, known)
             floats = [
                 n
@@ -339,10 +340,10 @@ class _Emitter:
                 if n.meta["val"].is_floating_point()
             ]
             if any(n.meta["val"].dtype != dtype for n in floats):
-                raise _Unable("some of its values would be rounded before they meet the state")
+                raise Unable("some of its values would be rounded before they meet the state")
             decay = step.row(update.factor)
             if decay is None or known[shown(update.factor, told)].fake.dtype != dtype:
-                raise _Unable("its decay is no value of the token")
+                raise Unable("its decay is no value of the token")
             write = None if update.rest is None else step.value(update.rest)
             state = self.unmasked.get(update.before) or self.outer(update.before, at)
             new = step.call(aten.mul.Tensor, decay, state)
@@ -372,7 +373,7 @@ class _Emitter:
                 continue
             try:
                 whole = self.whole(family)
-            except _Unable as why:
+            except Unable as why:
                 log.debug("`%s` stays in the loop: %s", family.node, why)
                 continue
             for user, read, t in readers:
@@ -384,12 +385,16 @@ class _Emitter:
             self.report(family.node, "computed for all tokens at once")
         return moved
 
-    def whole(self, family: _Family) -> _Whole:
-        """The family for all tokens, the sequence first, computed before its first step. Raises _Unable."""
+    def whole(self, family: Family, by: Place | None = None) -> Whole:
+        """The family for all tokens, the sequence first, computed before its first step, or `by` some place in front of
+        that. Raises Unable."""
         if family not in self.wholes:
             users = [self.shadow.origin[n] for nodes in family.steps.values() for n in nodes]
             first = min(users, key=self.order.__getitem__)
-            at = _Place(first, self.order[first] - 1)
+            at = Place(first, self.order[first] - 1)
+            if by is not None and by.index < at.index:
+                at, first = by, by.before
+            self.places[family] = at.index
             if family.source is not None:
                 source, fake = self.outer(family.source, at), family.source.meta["val"]
                 dim = family.dim
@@ -403,14 +408,16 @@ class _Emitter:
                     if family.keeps_dim:
                         made = self.call(first, aten.unsqueeze.default, made, dim + 1)
                         fake = fake.unsqueeze(dim + 1)
-                self.wholes[family] = _Whole(made, fake)
+                self.wholes[family] = Whole(made, fake)
             else:
                 self.wholes[family] = self.batched(family.node, lambda leaf: self.leaf(leaf, at), at)
+        if by is not None and self.places[family] > by.index:
+            raise Unable(f"`{family.node}` is not known by then")
         return self.wholes[family]
 
-    def leaf(self, leaf: fx.Node, at: _Place) -> _Whole | fx.Node:
+    def leaf(self, leaf: fx.Node, at: Place) -> Whole | fx.Node:
         """An operand: of all tokens, or the one of all steps."""
-        return self.whole(self.found[leaf]) if leaf in self.found else self.outer(leaf, at)
+        return self.whole(self.found[leaf], at) if leaf in self.found else self.outer(leaf, at)
 
     def holders(self, index: int) -> dict[fx.Node, fx.Node]:
         if index not in self.held:
@@ -418,25 +425,25 @@ class _Emitter:
             self.held[index] = {value: self.unmasked.get(value, holder) for value, holder in held.items()}
         return self.held[index]
 
-    def outer(self, node: fx.Node, at: _Place) -> fx.Node:
-        """A value that is the same in every step, as a node of the user's graph. Raises _Unable."""
+    def outer(self, node: fx.Node, at: Place) -> fx.Node:
+        """A value that is the same in every step, as a node of the user's graph. Raises Unable."""
         holder = self.holders(at.index).get(node)
         if holder is not None:
             return holder
         if node.op != "call_function" or is_random(node):
-            raise _Unable(f"`{node}` has been overwritten by then")
+            raise Unable(f"`{node}` has been overwritten by then")
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.outer(n, at))
         with self.graph.inserting_before(at.before):
             return self.call(at.before, node.target, *args, **kwargs)
 
-    def batched(self, node: fx.Node, operand_of: Callable[[fx.Node], _Whole | fx.Node], at: _Place) -> _Whole:
-        """The op of `node` for all tokens; its operands as `operand_of` gives them. Raises _Unable."""
+    def batched(self, node: fx.Node, operand_of: Callable[[fx.Node], Whole | fx.Node], at: Place) -> Whole:
+        """The op of `node` for all tokens; its operands as `operand_of` gives them. Raises Unable."""
         given = {n: operand_of(n) for n in node.all_input_nodes}
         if node.target is operator.getitem:  # of an op with several results
             (several,) = given.values()
-            assert isinstance(several, _Whole), "an item of a family is of a family"
+            assert isinstance(several, Whole), "an item of a family is of a family"
             index: Any = node.args[1]
-            return _Whole(several.value[index], several.fake[index])
+            return Whole(several.value[index], several.fake[index])
         names = [n for n in given if isinstance(n.meta.get("val"), torch.Tensor)]
 
         def function(*values: torch.Tensor) -> Any:
@@ -448,11 +455,11 @@ class _Emitter:
         return self.for_all_tokens(function, {n: given[n] for n in names}, self.shadow.origin[node], at)
 
     def for_all_tokens(
-        self, function: Callable[..., Any], given: dict[fx.Node, _Whole | fx.Node], like: fx.Node, at: _Place
-    ) -> _Whole:
+        self, function: Callable[..., Any], given: dict[fx.Node, Whole | fx.Node], like: fx.Node, at: Place
+    ) -> Whole:
         """A function of one token's values, of which those in all tokens, or the one of all steps, are `given`."""
         names = list(given)
-        wholes = [each if isinstance(each, _Whole) else None for each in map(given.__getitem__, names)]
+        wholes = [each if isinstance(each, Whole) else None for each in map(given.__getitem__, names)]
         fakes = [n.meta["val"] if w is None else w.fake for n, w in zip(names, wholes, strict=True)]
         dims = tuple(None if w is None else 0 for w in wholes)
         with self.fake_mode, torch.no_grad():
@@ -464,7 +471,7 @@ class _Emitter:
             for each in traced.graph.nodes:
                 if each.op == "placeholder":
                     operand_ = given[next(waiting)]
-                    env[each] = operand_.value if isinstance(operand_, _Whole) else operand_
+                    env[each] = operand_.value if isinstance(operand_, Whole) else operand_
                 elif each.op == "call_function":
                     args, kwargs = fx.map_arg((each.args, each.kwargs), env.__getitem__)
                     # Strides are those of the trace; what the loop is replaced with may have others.
@@ -475,8 +482,8 @@ class _Emitter:
                     result = fx.map_arg(each.args[0], env.__getitem__)
                     fake = fx.map_arg(each.args[0], lambda n: n.meta["val"])
                 else:
-                    raise _Unable(f"`{like}` needs a constant")
-        return _Whole(result, fake)
+                    raise Unable(f"`{like}` needs a constant")
+        return Whole(result, fake)
 
     def call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = self.graph.call_function(target, args, kwargs)
@@ -499,7 +506,7 @@ class _Emitter:
                 continue
             try:
                 self._put_together(node, collected, cut)
-            except _Unable as why:
+            except Unable as why:
                 log.debug("`%s` stays in the loop: %s", cut.links[-1], why)
                 continue
             moved += 1
@@ -617,15 +624,15 @@ class _Emitter:
         return before.target is aten.mul.Tensor and any(n in self.family_of for n in before.all_input_nodes)
 
     def _put_together(self, node: fx.Node, collected: _Collected, cut: _Cut) -> None:
-        """Puts what is at `cut` together and does the rest to all of it, instead of `node`. Raises _Unable."""
+        """Puts what is at `cut` together and does the rest to all of it, instead of `node`. Raises Unable."""
         end = self.shadow.origin[node]
-        at = _Place(end.next, self.order[end])
+        at = Place(end.next, self.order[end])
         readers = self._later_readers(node, end)
-        known: dict[fx.Node, _Whole] = {}
+        known: dict[fx.Node, Whole] = {}
         with self.graph.inserting_before(at.before), self.fake_mode:
             for values, holders in zip(cut.values, cut.holders, strict=True):
                 stacked = self.call(end, torch.stack, holders, 0)
-                known[values[-1]] = _Whole(stacked, torch.stack([each.meta["val"] for each in values], 0))
+                known[values[-1]] = Whole(stacked, torch.stack([each.meta["val"] for each in values], 0))
         for link in reversed(cut.links):
             known[link] = self.batched(link, lambda n: known[n] if n in known else self.leaf(n, at), at)
         made = known[collected.steps[-1]].value
@@ -640,16 +647,16 @@ class _Emitter:
             user.replace_input_with(read, made)
 
     def _later_readers(self, node: fx.Node, end: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-        """Who reads the collected outputs. Raises _Unable where somebody writes into them later on."""
+        """Who reads the collected outputs. Raises Unable where somebody writes into them later on."""
         readers = []
         for user, read in self.reads.get(node, ()):
             if self.order[user] <= self.order[end]:
                 continue
             if read in self.mutable and self._written_after(read, end):
-                raise _Unable(f"`{read}` is written to later on")
+                raise Unable(f"`{read}` is written to later on")
             readers.append((user, read))
         if not readers:
-            raise _Unable("nobody reads them by that name")
+            raise Unable("nobody reads them by that name")
         return readers
 
     def _written_after(self, holder: fx.Node, end: fx.Node) -> bool:
@@ -697,22 +704,22 @@ class _Step:
     """Emits the expressions of step `t`. What is a function of the token alone is computed for all tokens, in front of
     the loop, and is `known` to all steps."""
 
-    emitter: _Emitter
+    emitter: Emitter
     t: int
     end: fx.Node
     """The user's node that computes the state after the step."""
     dtype: torch.dtype
     told: Callable[[fx.Node], str]
-    before_all: _Place
-    at: _Place
-    known: dict[str, _Whole]
+    before_all: Place
+    at: Place
+    known: dict[str, Whole]
 
     def call(self, target: Any, *args: Any) -> fx.Node:
         with self.emitter.graph.inserting_before(self.at.before):
             return self.emitter.call(self.end, target, *args)
 
     def row(self, expression: Expression) -> fx.Node | None:
-        """The row of the expression for all tokens; None if it is more than what a token has. Raises _Unable."""
+        """The row of the expression for all tokens; None if it is more than what a token has. Raises Unable."""
         emitter, key = self.emitter, shown(expression, self.told)
         if key not in self.known:
             values = leaves_of(expression)
@@ -733,7 +740,7 @@ class _Step:
         return self.call(aten.select.int, self.known[key].value, 0, self.t)
 
     def value(self, expression: Expression) -> Any:
-        """Raises _Unable."""
+        """Raises Unable."""
         if not isinstance(expression, fx.Node | tuple):
             return expression
         if isinstance(expression, fx.Node):
@@ -743,7 +750,7 @@ class _Step:
         if (row := self.row(expression)) is not None:
             return row
         if isinstance(expression, fx.Node):
-            raise _Unable(f"`{expression}` has been overwritten by then")
+            raise Unable(f"`{expression}` has been overwritten by then")
         op, *operands = expression
         if op is torch.where:
             condition, one, other = operands
@@ -751,17 +758,17 @@ class _Step:
             kept += [] if _is_zero(other) else [self.masked((torch.logical_not, condition), other)]
             return kept[0] if len(kept) == 1 else self.call(aten.add.Tensor, *kept)
         if op not in _AS_ATEN:
-            raise _Unable(f"`{op.__name__}` makes more of a token than it has")
+            raise Unable(f"`{op.__name__}` makes more of a token than it has")
         given = [self.value(each) for each in operands]
         if not isinstance(given[0], fx.Node):
             if op not in (operator.add, operator.mul):
-                raise _Unable(f"a number is what `{op.__name__}` begins with")
+                raise Unable(f"a number is what `{op.__name__}` begins with")
             given.reverse()
         return self.call(_AS_ATEN[op], *given)
 
     def masked(self, mask: Expression, expression: Expression) -> Any:
         """What is written where the mask says so, else zeros: a mask of the factors of a product, none of which would
-        keep what is not a number in the other from the state. Raises _Unable."""
+        keep what is not a number in the other from the state. Raises Unable."""
         if (row := self.row((torch.where, mask, expression, 0))) is not None:
             return row
         op, operands = None, []
@@ -773,7 +780,7 @@ class _Step:
                 expression = operand(expression, 0)
             op, operands = expression.target, list(expression.args)
         if op not in (aten.mul.Tensor, aten.bmm.default, aten.add.Tensor) or len(operands) != 2:
-            raise _Unable(f"a mask of what `{expression}` writes is none of its factors")
+            raise Unable(f"a mask of what `{expression}` writes is none of its factors")
         return self.call(op, *(self.masked(mask, each) for each in operands))
 
 

@@ -108,7 +108,7 @@ def _chain(
         for before in _reached(after, inside):
             of = step_of.get(before)
             left_behind = of is None if step == 0 else before in at.get(step - 1, [])
-            linear = _Reading(before, inside).of(after) if left_behind and _alike(before, after) else None
+            linear = Reading(before, inside).of(after) if left_behind and _alike(before, after) else None
             if linear is None or not linear.is_masked:
                 continue
             form_here = f"{shown(linear.factor, told)} * h + {shown(linear.rest, told)}"
@@ -165,7 +165,7 @@ _SUMS = (
 _COPIES = (aten.clone.default, aten.alias.default, aten.expand.default, aten.view.default)
 
 
-class _Reading:
+class Reading:
     """Values of one step as functions of the state before it."""
 
     def __init__(self, before: fx.Node, inside: Inside) -> None:

@@ -4,6 +4,7 @@ length tables   what the code makes of the length and of parameters is computed 
 by name         operators of this package, called or substituted, get their group
 sorted rows     rows that are sorted, worked on one by one or by group, and sorted back, are left alone
 scans           the bodies of scans are written out for all steps at once
+running maxima  the stabilisers of exponential gates are known for all tokens without the states
 loops           what the steps of a loop compute from their own tokens alone moves out of it
 by meaning      regions that compute linear attention become the operator
 running sums    what remains of cumulative sums; other cumulative ops are taken for what they will be
@@ -36,6 +37,7 @@ from zeco_compile.passes import (
     length_tables,
     loops,
     recognize,
+    running_maxima,
     scans,
     shard,
     snapshots,
@@ -124,6 +126,7 @@ def rewrite(
         ("by_name", _by_name),
         ("sorted_rows", _sorted_rows),
         ("scans", _open_scans),
+        ("running_maxima", _running_maxima),
         ("loops", _loops),
         ("by_meaning", _by_meaning),
     ]
@@ -197,6 +200,7 @@ def _second_look(
             _by_name,
             _sorted_rows,
             _open_scans,
+            _running_maxima,
             _loops,
             _by_meaning,
             _running_sums,
@@ -326,6 +330,10 @@ def _open_scans(work: _Rewriting, analysis: Analysis, record: PassRecord) -> Non
 
 def _close_scans(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     record.matches = scans.close_scans(analysis, work.scans, work.report.decisions, work.attempts)
+
+
+def _running_maxima(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = running_maxima.lift_maxima(analysis, work.ranks, work.report.decisions)
 
 
 def _loops(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:

@@ -94,3 +94,11 @@ def carry_after(track: Tracking, node: fx.Node) -> None:
 def attention_state(track: Tracking, node: fx.Node) -> None:
     k, v = track.dims(operand(node, 0)), track.dims(operand(node, 1))
     track.outs(node, [(k[0], k[2], k[3], v[3]), (k[0], k[2], ())])
+
+
+@rule(zeco.running_maximum.default)
+def running_maximum(track: Tracking, node: fx.Node) -> None:
+    g, k, initial = (track.dims(operand(node, i)) for i in range(3))
+    dims = track.broadcast([g, k, ((), *initial)])
+    track.act(node, dims[0], "along")
+    track.outs(node, [dims, dims])

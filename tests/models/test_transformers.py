@@ -69,11 +69,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
         "lru_width": 16, "attention_window_size": 4, "use_cache": False, "pad_token_id": 0,
     },
+    "rwkv": {
+        "vocab_size": 32, "context_length": 64, "hidden_size": 16, "attention_hidden_size": 16,
+        "intermediate_size": 24, "num_hidden_layers": 2, "use_cache": False,
+    },
+    "xlstm": {
+        "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "use_cache": False,
+        "mode": "inference", "return_last_states": True,
+    },
 }  # fmt: skip
 
 REGIONS = {
     "llama": 0, "mistral": 0, "mamba": 2, "mamba2": 2, "bamba": 1, "falcon_h1": 2, "zamba2": 2, "nemotron_h": 1,
     "mixtral": 0, "granitemoehybrid": 1, "minimax": 1, "recurrent_gemma": 2,
+    "rwkv": 4, "xlstm": 4,
 }  # fmt: skip
 FAMILIES = {"mamba": "per channel", "minimax": "constant per head"}
 ALWAYS = ("llama", "mamba2")

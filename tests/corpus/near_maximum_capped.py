@@ -1,0 +1,29 @@
+"""The stabiliser has a cap: a minimum of maxima is no running maximum."""
+
+import torch
+from torch import nn
+from torch.nn.functional import logsigmoid
+
+EXPECTED = {"refused": r"near_maximum_capped\.py"}
+LOCAL_LENGTHS = (4,)
+
+
+class Model(nn.Module):
+    def forward(self, z, i, f):
+        c = n = m = torch.zeros_like(z[:, 0])
+        out = []
+        for t in range(z.shape[1]):
+            log_f = logsigmoid(f[:, t])
+            new = torch.minimum(torch.maximum(log_f + m, i[:, t]), torch.ones_like(m))
+            f_, i_ = torch.exp(log_f + m - new), torch.exp(i[:, t] - new)
+            c, n, m = f_ * c + i_ * z[:, t], f_ * n + i_, new
+            out.append(c / (n + torch.exp(-m)))
+        return torch.stack(out, 1)
+
+
+def make_model():
+    return Model()
+
+
+def make_inputs(batch, length, dtype):
+    return tuple(2 * torch.randn(batch, length, 4, dtype=dtype) for _ in range(3))
