@@ -7,4 +7,5 @@ first run.
 from zeco_compile.lowering import attention as attention
 from zeco_compile.lowering import carries as carries
 from zeco_compile.lowering import checks as checks
+from zeco_compile.lowering import complex_recurrence as complex_recurrence
 from zeco_compile.lowering import exchange as exchange

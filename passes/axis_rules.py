@@ -78,6 +78,7 @@ def _dim_list(dim: Any, rank: int) -> list[int]:
 @rule(*_ops("softplus", "leaky_relu", "elu", "threshold", "log_sigmoid_forward", "view_of", "contiguous"))
 @rule(*_ops("prelu", "_prelu_kernel", "mish", "hardswish", "hardsigmoid", "celu", "glu_jvp", "fill", "pow"))
 @rule(*_ops("floor_divide", "rsub", "isclose"))
+@rule(*_ops("complex", "polar", "_conj", "_neg_view", "resolve_conj", "resolve_neg"))
 @rule(*_ops("bitwise_and", "bitwise_or", "logical_and", "logical_or", "logical_not", "isnan", "isfinite"))
 def pointwise(track: Tracking, node: fx.Node) -> None:
     dims = track.broadcast([track.dims(n) for n in tensors(node)])
@@ -111,6 +112,20 @@ def view(track: Tracking, node: fx.Node) -> None:
     dims = track.axes.regroup(track.dims(source), shape(node))
     if dims is None:
         track.opaque(node, "a reshape that cuts across axes")
+    else:
+        track.out(node, tuple(dims))
+
+
+@rule(aten.view_as_real.default)
+def pairs_of_complex(track: Tracking, node: fx.Node) -> None:
+    track.out(node, (*track.dims(operand(node, 0)), track.axes.fresh(2, "parts")))
+
+
+@rule(aten.view_as_complex.default)
+def complex_of_pairs(track: Tracking, node: fx.Node) -> None:
+    *dims, parts = track.dims(operand(node, 0))
+    if track.axes.is_sequence(parts):
+        track.opaque(node, "two tokens that are made one complex number")
     else:
         track.out(node, tuple(dims))
 
@@ -863,6 +878,15 @@ def attention_corrected(track: Tracking, node: fx.Node) -> None:
     for own, other in zip(state, (o[0], o[2], q[3], o[3]), strict=True):
         track.unified(node, own, other)
     track.out(node, o)
+
+
+@rule(zeco.recurrence_states.default)
+def recurrence_states(track: Tracking, node: fx.Node) -> None:
+    dims = track.broadcast([track.dims(operand(node, i)) for i in (0, 1)])
+    state = track.dims(operand(node, 2))
+    for own, other in zip(state, (dims[0], *dims[2:]), strict=True):
+        track.unified(node, own, other)
+    track.out(node, dims)
 
 
 @rule(zeco.carry_before.default)
