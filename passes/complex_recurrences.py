@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zeco_compile.passes.analysis import Analysis, State
+from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.axes import Atom
 from zeco_compile.passes.layout import (
     Canonical,
@@ -40,7 +40,6 @@ from zeco_compile.passes.region import (
     tolerance,
 )
 from zeco_compile.passes.roles import NotLinearAttention
-from zeco_compile.passes.schema import operand
 
 aten = torch.ops.aten
 
@@ -72,25 +71,8 @@ class ComplexRoles:
 
 
 def is_complex(region: Region) -> bool:
-    """The region ends with complex numbers, or with pairs of their real and imaginary parts."""
-    return bool(_states(region).meta["val"].dtype.is_complex)
-
-
-def _states(region: Region) -> fx.Node:
-    output = region.output
-    return operand(output, 0) if output.target is aten.view_as_real.default else output
-
-
-def without_pairs(region: Region, analysis: Analysis) -> Region:
-    """The region that begins with the complex numbers of which it reads pairs."""
-    pairs = [n for n in region.inputs if n.target is aten.view_as_real.default]
-    whole = {n: operand(n, 0) for n in pairs if analysis.state(operand(n, 0)) is State.LOCAL}
-    inside = {*region.interior, *whole}
-    return replace(
-        region,
-        inputs=tuple(dict.fromkeys(whole.get(n, n) for n in region.inputs)),
-        interior=tuple(n for n in analysis.shadow.graph.nodes if n in inside),
-    )
+    """The region ends with complex numbers."""
+    return bool(region.output.meta["val"].dtype.is_complex)
 
 
 def find_complex_roles(
@@ -134,7 +116,7 @@ def _hypotheses(region: Region, analysis: Analysis) -> Iterator[ComplexRoles]:
 
 def _axes(region: Region, analysis: Analysis) -> CanonicalAxes | None:
     """[B, T, 1, V]: the output's first axis, the sequence, and all others as one."""
-    track, output = analysis.track, _states(region)
+    track, output = analysis.track, region.output
     outer = [a for dim in track.dims(output) for a in track.axes.flat(dim) if not a.sequence]
     if len(set(outer)) < len(outer):
         return None
@@ -162,7 +144,7 @@ class _Trials:
         key = (sizes.length, frozenset(sizes.other.items()), seed, extreme, decays)
         if key not in self._made:
             values = _drawn(self.region, sizes, seed, decays, extreme)
-            self._made[key] = values, _complex(evaluate(self.region, values, sizes))
+            self._made[key] = values, evaluate(self.region, values, sizes)
         return self._made[key]
 
 
@@ -191,10 +173,6 @@ def _drawn(
         else:
             values[node] = torch.where(phase < 0.5, -size, size)
     return values
-
-
-def _complex(x: torch.Tensor) -> torch.Tensor:
-    return x if x.is_complex() else torch.view_as_complex(x.contiguous())
 
 
 def _checked(
@@ -270,7 +248,6 @@ def final_complex_state_scale(region: Region, analysis: Analysis, roles: Complex
 
 def emit_recurrence(
     ops: GraphOperations,
-    region: Region,
     roles: ComplexRoles,
     values: Mapping[fx.Node, fx.Node],
     final_state: bool,
@@ -278,7 +255,8 @@ def emit_recurrence(
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
     """(the operator, the region's output, the state after the last step in the operator's layout) at the graph's
     insertion point; `wiring` are the schedule, the blocks and the group."""
-    axes, dtype = roles.axes, _states(region).meta["val"].dtype
+    axes = roles.axes
+    dtype = axes.output.meta["val"].dtype
 
     def of(kind: Canonical, nodes: Sequence[fx.Node]) -> fx.Node:
         return ops.call(aten.to.dtype, arrange(ops, axes, kind, nodes, values), dtype)
@@ -291,7 +269,4 @@ def emit_recurrence(
     h, last = (ops.call(operator.getitem, call, i) for i in (0, 1))
     if roles.scale != 1.0:
         h = ops.call(aten.mul.Tensor, h, roles.scale)
-    h = disarrange(ops, axes, h)
-    if region.output is not axes.output:
-        h = ops.call(aten.view_as_real.default, h)
-    return call, h, ops.unsqueeze(last, 1) if final_state else last
+    return call, disarrange(ops, axes, h), ops.unsqueeze(last, 1) if final_state else last

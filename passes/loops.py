@@ -599,6 +599,9 @@ class _Emitter:
         where it is no larger than a token; and has a name of its own: behind what is one op to the user."""
         read = [i for i, cut in enumerate(cuts) if self._reads_out(cut.values[0][0])]
         small = [i for i, cut in enumerate(cuts) if _elements(cut.values[0][0]) <= self.largest]
+        (last,) = cuts[-1].values
+        if last[0].meta["val"].dtype.is_complex and self._carried(last):
+            read = [len(cuts) - 1]  # what gives complex states gives all of them (complex_recurrences.py)
         at = (read or small or [0])[-1]
         while at and any(each not in held for each in cuts[at].values[0]):
             at -= 1

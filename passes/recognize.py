@@ -33,7 +33,6 @@ from zeco_compile.passes.complex_recurrences import (
     final_complex_state_scale,
     find_complex_roles,
     is_complex,
-    without_pairs,
 )
 from zeco_compile.passes.cumulative import CUMULATIVE
 from zeco_compile.passes.layout import Canonical, CanonicalAxes, GraphOperations, arrange, disarrange
@@ -242,8 +241,6 @@ def _readings(analysis: Analysis, output: fx.Node) -> Iterator[Region]:
 
 def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tuple[Match | None, str]:
     complex_numbers = is_complex(region)
-    if complex_numbers:
-        region = without_pairs(region, analysis)
     end = analysis.shadow.origin[region.output]
     stops = without_gradient(analysis, region.interior, region.output)
     if (against := reason_against(analysis, [n for n in region.interior if n not in stops], end)) is not None:
@@ -551,7 +548,7 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
         )
         if isinstance(roles, ComplexRoles):
             wired = wiring.schedule, wiring.blocks, wiring.group
-            call, o, last = emit_recurrence(ops, region, roles, values, bool(state_readers), wired)
+            call, o, last = emit_recurrence(ops, roles, values, bool(state_readers), wired)
         else:
             assert gate is not None, "it has been looked for"
             call, o, last = _emit_attention(ops, match, roles, gate, values, bool(state_readers), wiring)

@@ -110,6 +110,7 @@ def rewrite(
     refuse_hooks(gm)
     refuse_inner_gradients(gm)
     checkpoints.inline_checkpoints(gm)
+    scans.with_gradients(gm)
     wiring = recognize.Wiring(settings.schedule, settings.blocks or 0, ranks.group)
     work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [], {})
     first = work.analyse()
@@ -176,6 +177,7 @@ def _second_look(
 
     def steps(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[second_look.Step]:
         checkpoints.inline_checkpoints(gm)
+        scans.with_gradients(gm)
         inputs = graph_inputs(gm, example_inputs, work.settings.seq_dim)
         assumed.append(assumptions(gm, inputs, example_inputs))
         again = replace(
