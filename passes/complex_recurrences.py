@@ -98,7 +98,9 @@ def find_complex_roles(
 
 def _hypotheses(region: Region, analysis: Analysis) -> Iterator[ComplexRoles]:
     axes = _axes(region, analysis)
-    if axes is None:
+    if axes is None or not all(
+        axes.covers(Canonical.VALUE, n) and _has_each_axis_once(axes, n) for n in region.inputs
+    ):
         return
     along = analysis.track.sequence_dims
     may_begin = bool(region.carries) or piecewise(region, analysis)
@@ -109,22 +111,24 @@ def _hypotheses(region: Region, analysis: Analysis) -> Iterator[ComplexRoles]:
         )
         if not decays or not any(map(along, written)) or len(initial) > 1:
             continue
-        if not all(axes.covers(Canonical.VALUE, n) for n in (*decays, *written, *initial)):
-            continue
         yield ComplexRoles(decays, written, initial[0] if initial else None, axes)
+
+
+def _has_each_axis_once(axes: CanonicalAxes, node: fx.Node) -> bool:
+    atoms = [atom for dim in axes.dims(node) for atom in dim]
+    return len(set(atoms)) == len(atoms)
 
 
 def _axes(region: Region, analysis: Analysis) -> CanonicalAxes | None:
     """[B, T, 1, V]: the output's first axis, the sequence, and all others as one."""
     track, output = analysis.track, region.output
     outer = [a for dim in track.dims(output) for a in track.axes.flat(dim) if not a.sequence]
-    if len(set(outer)) < len(outer):
-        return None
     time = track.axes.flat((track.axes.sequence,))
     rows = time[0] if len(time) == 1 else Atom(track.axes.length, "rows", sequence=True)
-    return CanonicalAxes(
+    axes = CanonicalAxes(
         tuple(outer[:1]), time, (), (), tuple(outer[1:]), False, True, FAMILY, output, analysis, rows
     )
+    return axes if _has_each_axis_once(axes, output) else None
 
 
 # --------------------------------------------------------------------------------------------------- the check

@@ -31,6 +31,7 @@ from zeco_compile.passes.checkpoints import inherit
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.masked_updates import Expression, Update, computed, find_updates, leaves_of, shown
 from zeco_compile.passes.modes import AS_CALLED, changes_gradient, modes
+from zeco_compile.passes.region import is_inexact
 from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
 from zeco_compile.passes.schema import argument, is_random, operand, operands
 
@@ -332,12 +333,8 @@ class _Emitter:
             dtype = update.after.meta["val"].dtype
             before_all, at = _Place(first, self.order[first] - 1), _Place(end.next, self.order[end])
             step = _Step(self, t, end, dtype, told, before_all, at, known)
-            floats = [
-                n
-                for x in (update.factor, update.rest)
-                for n in leaves_of(x)
-                if n.meta["val"].is_floating_point()
-            ]
+            leaves = [n for x in (update.factor, update.rest) for n in leaves_of(x)]
+            floats = [n for n in leaves if is_inexact(n)]
             if any(n.meta["val"].dtype != dtype for n in floats):
                 raise _Unable("some of its values would be rounded before they meet the state")
             decay = step.row(update.factor)

@@ -47,6 +47,7 @@ from zeco_compile.passes.region import (
     carrying,
     carrying_beyond,
     cut_region,
+    from_undecayed_state,
     largest_constant,
     piecewise,
     rounds,
@@ -241,6 +242,8 @@ def _readings(analysis: Analysis, output: fx.Node) -> Iterator[Region]:
 
 def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tuple[Match | None, str]:
     complex_numbers = is_complex(region)
+    if complex_numbers:
+        region = from_undecayed_state(region, analysis)
     end = analysis.shadow.origin[region.output]
     stops = without_gradient(analysis, region.interior, region.output)
     if (against := reason_against(analysis, [n for n in region.interior if n not in stops], end)) is not None:

@@ -211,6 +211,22 @@ def _way_up(analysis: Analysis, node: fx.Node, through: str) -> list[fx.Node]:
     return way
 
 
+def from_undecayed_state(region: Region, analysis: Analysis) -> Region:
+    """The region from a state that it begins with on, where it has begun with that state's product with its decay: both
+    are the same for all positions."""
+    inputs, interior = list(region.inputs), set(region.interior)
+    for at, node in enumerate(inputs):
+        while node.target is aten.mul.Tensor and not analysis.track.sequence_dims(node):
+            others = [source for source in _tensors(node) if source not in inputs]
+            if len(others) != 1 or len(node.all_input_nodes) != 2 or not _is_held(analysis, others[0]):
+                break
+            interior.add(node)
+            (node,) = others
+        inputs[at] = node
+    ordered = tuple(n for n in analysis.shadow.graph.nodes if n in interior)
+    return replace(region, inputs=tuple(inputs), interior=ordered, user_nodes=_user_nodes(analysis, ordered))
+
+
 def with_taken_buffers(region: Region, analysis: Analysis) -> Region:
     """The region with the values of buffers as they are, where its inputs are buffers, or computed from nothing else:
     the decays of lightning attention."""

@@ -145,7 +145,11 @@ def _batched(analysis: Analysis, scan: fx.Node) -> fx.GraphModule:
     initial, scanned, shared = _operands(scan)
     values = [shadow.reads.get((scan, each)) for each in scanned]
     for value in values:
-        if isinstance(value, fx.Node) and _is_spread(analysis, value) and any(map(track.sequence_dims, values)):
+        if (
+            isinstance(value, fx.Node)
+            and _is_spread(analysis, value)
+            and any(map(track.sequence_dims, values))
+        ):
             continue
         if not isinstance(value, fx.Node) or track.sequence_dims(value) != [0]:
             raise _Unreadable("it does not scan along the sequence")
