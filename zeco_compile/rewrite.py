@@ -225,11 +225,12 @@ def _second_look(
 
 def report_scans(report: Report, settings: Settings, ranks: Ranks, links: GroupLinks, wire: str) -> None:
     """Adds how the states of each region travel, what that sends, and what other ways to do the same would."""
-    wire = symmetric.expected_wire(wire, links.hosts, settings.schedule)
-    schedule = "all_scan" if wire == "symmetric" else settings.schedule
-    costs = links.costs[wire]
+    shared, own = symmetric.expected_wire(wire, links.hosts, settings.schedule), wire
     communication = []
     for region in report.regions:
+        wire = own if region.family == "complex" else shared  # its kernel has no complex numbers
+        schedule = "all_scan" if wire == "symmetric" else settings.schedule
+        costs = links.costs[wire]
         sizes = region.sizes
         layer = volume.LayerSize(
             batch=sizes["B"],
