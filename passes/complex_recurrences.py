@@ -43,8 +43,6 @@ from zeco_compile.passes.roles import NotLinearAttention
 
 aten = torch.ops.aten
 
-FAMILY = "complex"
-
 _MOST_INPUTS = 5
 
 
@@ -126,7 +124,7 @@ def _axes(region: Region, analysis: Analysis) -> CanonicalAxes | None:
     time = track.axes.flat((track.axes.sequence,))
     rows = time[0] if len(time) == 1 else Atom(track.axes.length, "rows", sequence=True)
     axes = CanonicalAxes(
-        tuple(outer[:1]), time, (), (), tuple(outer[1:]), False, True, FAMILY, output, analysis, rows
+        tuple(outer[:1]), time, (), (), tuple(outer[1:]), False, True, "complex", output, analysis, rows
     )
     return axes if _has_each_axis_once(axes, output) else None
 

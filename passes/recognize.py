@@ -27,7 +27,6 @@ from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.axes import Atom
 from zeco_compile.passes.checkpoints import keep_if_any
 from zeco_compile.passes.complex_recurrences import (
-    FAMILY,
     ComplexRoles,
     emit_recurrence,
     final_complex_state_scale,
@@ -171,7 +170,7 @@ def recognize(
 
 
 def _family(match: Match) -> str:
-    return FAMILY if isinstance(match.roles, ComplexRoles) else match.roles.family
+    return "complex" if isinstance(match.roles, ComplexRoles) else match.roles.family
 
 
 def _add_following(known: set[fx.Node], node: fx.Node) -> None:
@@ -514,8 +513,10 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     if state_readers and isinstance(roles, Roles) and roles.before is not None:
         raise NotLinearAttention("it reads the state before each write, and returns that after the last one")
     if state_readers:
-        of_state = final_complex_state_scale if isinstance(roles, ComplexRoles) else final_state_scale
-        found = of_state(region, roles.axes.analysis, roles)  # type: ignore[operator]
+        if isinstance(roles, ComplexRoles):
+            found = final_complex_state_scale(region, roles.axes.analysis, roles)
+        else:
+            found = final_state_scale(region, roles.axes.analysis, roles)
         if found is None:
             raise NotLinearAttention(
                 "what it leaves behind for the next call is not the state of the recurrence"
@@ -922,7 +923,7 @@ def _report(analysis: Analysis, match: Match, number: int, gate: _Gate | None) -
             *([f"log decay of each head: {_listed(roles.constant)}"] if roles.constant else []),
             *(f"the values of `{mask.name}` were taken as they are" for mask in region.masks),
         ],
-        sizes=_sizes(analysis, match),
+        sizes=_sizes(analysis, region, roles),
         check_error=match.error,
         sizes_checked=list(match.sizes),
     )
@@ -943,7 +944,7 @@ def _complex_report(analysis: Analysis, match: Match, number: int) -> RegionRepo
     itemsize = roles.axes.output.meta["val"].dtype.itemsize
     return RegionReport(
         name=f"attention_{number}",
-        family=FAMILY,
+        family="complex",
         how="by meaning",
         location=user_location(_end(analysis, region)),
         roles=entries,
@@ -978,9 +979,9 @@ def _listed(values: Sequence[float]) -> str:
     return shown if len(values) <= 8 else f"{shown}, ... ({len(values)} heads)"
 
 
-def _sizes(analysis: Analysis, match: Match) -> dict[str, int]:
-    axes, at = match.roles.axes, Sizes(match.roles.axes.analysis, analysis.real_length)
-    dtype = _promoted([*match.roles.q, *match.roles.k, *match.roles.v], match.region.output.meta["val"].dtype)
+def _sizes(analysis: Analysis, region: Region, roles: Roles) -> dict[str, int]:
+    axes, at = roles.axes, Sizes(roles.axes.analysis, analysis.real_length)
+    dtype = _promoted([*roles.q, *roles.k, *roles.v], region.output.meta["val"].dtype)
     key = at.of_dim(axes.key)
     return {
         "B": at.of_dim(axes.batch),

@@ -144,12 +144,9 @@ def _batched(analysis: Analysis, scan: fx.Node) -> fx.GraphModule:
         raise _Unreadable("it is called, or read, in another way than is known")
     initial, scanned, shared = _operands(scan)
     values = [shadow.reads.get((scan, each)) for each in scanned]
+    some_along = any(isinstance(value, fx.Node) and track.sequence_dims(value) for value in values)
     for value in values:
-        if (
-            isinstance(value, fx.Node)
-            and _is_spread(analysis, value)
-            and any(map(track.sequence_dims, values))
-        ):
+        if isinstance(value, fx.Node) and some_along and _is_spread(analysis, value):
             continue
         if not isinstance(value, fx.Node) or track.sequence_dims(value) != [0]:
             raise _Unreadable("it does not scan along the sequence")
