@@ -16,7 +16,8 @@ in the direction of the scan; run on a reversed link the same code scans from th
     all_scan_tree  log-depth: partners at distance 1, 2, 4, ..., with the decay alongside (Hillis and Steele).
     two_level      the chain inside of a host, the tree between hosts: few slow hops, and inside a state in blocks.
 
-states [B, H, K, V], log_decay [B, H, K] or [B, H, 1], all in one dtype, contiguous, on the wire's device.
+states [B, H, K, V], log_decay [B, H, K] or [B, H, 1], all in one dtype, real or complex, contiguous, on the wire's
+device.
 """
 
 from __future__ import annotations

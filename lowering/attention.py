@@ -199,7 +199,8 @@ def _scan_start(
         entering = boundary if where.rank == first else None
         enters = None if entering is None else communicator.to_wire(entering.to(state.dtype))
         # between the GPUs of one host nothing is faster than a chain through the memory that they share
-        shared = symmetric.scan_for(group, state.device) if schedule in symmetric.SCHEDULES else None
+        fits = schedule in symmetric.SCHEDULES and not state.is_complex()
+        shared = symmetric.scan_for(group, state.device) if fits else None
         if shared is not None:
             in_flight.put(token, shared.submit(label, mine, decay, enters, reverse=reverse))
             return token

@@ -192,7 +192,9 @@ class Link:
         # a ring sends each element about twice
         self._collective_bytes(2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-        return self._collective(torch_private.all_reduce, tensor, reduce_op)
+        numbers = torch.view_as_real(tensor) if tensor.is_complex() and op == "sum" else tensor
+        self._collective(torch_private.all_reduce, numbers, reduce_op)
+        return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[world_size, *tensor.shape], in the order of the link's ranks."""
@@ -374,7 +376,7 @@ class Communicator:
 
     def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor on the wire's device; on the CPU a copy, so that the caller may reuse his."""
-        tensor = tensor.detach()
+        tensor = tensor.detach().resolve_conj().resolve_neg()  # what is sent are the bytes in memory
         if self.wire == "nccl":
             return tensor.contiguous()
         return tensor.to(self.device, copy=True, memory_format=torch.contiguous_format)

@@ -31,6 +31,7 @@ from zeco_compile.passes.checkpoints import inherit
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.masked_updates import Expression, Update, computed, find_updates, leaves_of, shown
 from zeco_compile.passes.modes import AS_CALLED, changes_gradient, modes
+from zeco_compile.passes.region import is_inexact
 from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
 from zeco_compile.passes.schema import argument, is_random, operand, operands
 
@@ -333,12 +334,8 @@ class Emitter:
             dtype = update.after.meta["val"].dtype
             before_all, at = Place(first, self.order[first] - 1), Place(end.next, self.order[end])
             step = _Step(self, t, end, dtype, told, before_all, at, known)
-            floats = [
-                n
-                for x in (update.factor, update.rest)
-                for n in leaves_of(x)
-                if n.meta["val"].is_floating_point()
-            ]
+            leaves = [n for x in (update.factor, update.rest) for n in leaves_of(x)]
+            floats = [n for n in leaves if is_inexact(n)]
             if any(n.meta["val"].dtype != dtype for n in floats):
                 raise Unable("some of its values would be rounded before they meet the state")
             decay = step.row(update.factor)
@@ -606,6 +603,9 @@ class Emitter:
         where it is no larger than a token; and has a name of its own: behind what is one op to the user."""
         read = [i for i, cut in enumerate(cuts) if self._reads_out(cut.values[0][0])]
         small = [i for i, cut in enumerate(cuts) if _elements(cut.values[0][0]) <= self.largest]
+        (last,) = cuts[-1].values
+        if last[0].meta["val"].dtype.is_complex and self._carried(last):
+            read = [len(cuts) - 1]  # what gives complex states gives all of them (complex_recurrences.py)
         at = (read or small or [0])[-1]
         while at and any(each not in held for each in cuts[at].values[0]):
             at -= 1

@@ -130,7 +130,7 @@ def reason_against(analysis: Analysis, interior: Iterable[fx.Node], at: fx.Node)
         value = node.meta.get("val")
         if origin is None or analysis.is_constant(node) or not isinstance(value, torch.Tensor):
             continue
-        if not value.dtype.is_floating_point:
+        if not _has_gradient(value):
             continue
         if changes_gradient(origin) or node.target is aten.detach.default:
             return f"{expression(origin, str(origin))} in it changes the gradient, or stops it"

@@ -26,6 +26,13 @@ from torch import fx
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.axes import Atom
 from zeco_compile.passes.checkpoints import keep_if_any
+from zeco_compile.passes.complex_recurrences import (
+    ComplexRoles,
+    emit_recurrence,
+    final_complex_state_scale,
+    find_complex_roles,
+    is_complex,
+)
 from zeco_compile.passes.cumulative import CUMULATIVE
 from zeco_compile.passes.layout import Canonical, CanonicalAxes, GraphOperations, arrange, disarrange
 from zeco_compile.passes.length import depends_on
@@ -40,6 +47,7 @@ from zeco_compile.passes.region import (
     carrying,
     carrying_beyond,
     cut_region,
+    from_undecayed_state,
     largest_constant,
     piecewise,
     rounds,
@@ -83,7 +91,7 @@ class Match:
     """A region, the roles that passed, and the checks they passed."""
 
     region: Region
-    roles: Roles
+    roles: Roles | ComplexRoles
     error: float
     sizes: tuple[str, ...]
     length_factor: tuple[fx.Node, bool] | None = None
@@ -155,11 +163,15 @@ def recognize(
         found.matches.append(match)
         if not_again or later:
             _add_following(behind, outputs[0])
-        log.info("linear attention (%s) at %s", match.roles.family, user_location(user_node))
+        log.info("linear attention (%s) at %s", _family(match), user_location(user_node))
         return True
 
     assign_states(analysis, handled, settle)
     return found
+
+
+def _family(match: Match) -> str:
+    return "complex" if isinstance(match.roles, ComplexRoles) else match.roles.family
 
 
 def _add_following(known: set[fx.Node], node: fx.Node) -> None:
@@ -229,6 +241,9 @@ def _readings(analysis: Analysis, output: fx.Node) -> Iterator[Region]:
 
 
 def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tuple[Match | None, str]:
+    complex_numbers = is_complex(region)
+    if complex_numbers:
+        region = from_undecayed_state(region, analysis)
     end = analysis.shadow.origin[region.output]
     stops = without_gradient(analysis, region.interior, region.output)
     if (against := reason_against(analysis, [n for n in region.interior if n not in stops], end)) is not None:
@@ -246,7 +261,7 @@ def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tup
     variants = [(region, analysis)]
     if piecewise(region, analysis):
         try:
-            if analysis.length > 2:
+            if analysis.length > 2 and not complex_numbers:
                 # what one piece shows already need not be found out again for each variant
                 next(find_roles(region, analysis, _affordable(region, analysis, analysis.length)), None)
         except (NotLinearAttention, CannotEvaluate) as why:
@@ -261,6 +276,9 @@ def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tup
     for variant, analysis in variants:
         try:
             first, *rest = _probe_sizes(variant, analysis)
+            if complex_numbers:
+                found, error = find_complex_roles(variant, analysis, (first, *rest))
+                return Match(variant, found, error, _described(first, *rest), detached=bool(stops)), ""
             trials = Trials(variant, analysis)
             for roles in find_roles(variant, analysis, first):
                 if roles.is_running_sum and not running_sums:
@@ -274,15 +292,19 @@ def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tup
     return None, reason
 
 
+_WIDEST = (torch.float64, torch.complex128)
+_ROUNDING = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+
+
 def _rounded_inside(region: Region, analysis: Analysis) -> fx.Node | None:
     """A value of less precision inside of a float64 region: `gamma ** (i - j)` makes float32 of whole numbers."""
-    if region.output.meta["val"].dtype != torch.float64:
+    if region.output.meta["val"].dtype not in _WIDEST:
         return None
     for node in region.interior:
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if isinstance(value, torch.Tensor) and value.dtype in _ROUNDING:
             used_wider = any(
-                isinstance(user.meta.get("val"), torch.Tensor) and user.meta["val"].dtype == torch.float64
+                isinstance(user.meta.get("val"), torch.Tensor) and user.meta["val"].dtype in _WIDEST
                 for user in node.users
             )
             try:
@@ -296,7 +318,7 @@ def _rounded_inside(region: Region, analysis: Analysis) -> fx.Node | None:
 def _checked(trials: Trials, roles: Roles, sizes: Sequence[Sizes]) -> Match | None:
     """The match if the region is the recurrence, up to one constant scale, at all of `sizes`."""
     region, analysis = trials.region, trials.analysis
-    worst, scales, described = 0.0, [], []
+    worst, scales = 0.0, []
     allowed = tolerance(region)
     if roles.own is not None and roles.own.weight is None:
         try:
@@ -319,7 +341,6 @@ def _checked(trials: Trials, roles: Roles, sizes: Sequence[Sizes]) -> Match | No
             return _checked(trials, replace(roles, rows=rows), sizes)
         worst = max(worst, difference)
         scales.append(scale)
-        described.append(f"T = {at.length}" + (" (other sizes reduced)" if at.other else ""))
     for extreme in (1, 2) if roles.entering else (1,):
         try:
             scale, difference = check(trials, roles, sizes[0], seed=7, extreme=extreme)
@@ -341,7 +362,11 @@ def _checked(trials: Trials, roles: Roles, sizes: Sequence[Sizes]) -> Match | No
     scale = _rounded(scales[0])
     if roles.constant is not None and abs(scale - 1.0) <= allowed:
         scale = 1.0  # decays that the code has computed in float32 are found as exactly as they are
-    return Match(region, replace(roles, scale=scale), worst, tuple(described), factor)
+    return Match(region, replace(roles, scale=scale), worst, _described(*sizes), factor)
+
+
+def _described(*sizes: Sizes) -> tuple[str, ...]:
+    return tuple(f"T = {at.length}" + (" (other sizes reduced)" if at.other else "") for at in sizes)
 
 
 _FIRST_SEED = 11
@@ -488,19 +513,17 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     if state_readers and match.detached:
         raise NotLinearAttention("its result has no gradient, and the state that is read has one")
     if state_readers:
-        found = final_state_scale(region, roles.axes.analysis, roles)
+        if isinstance(roles, ComplexRoles):
+            found = final_complex_state_scale(region, roles.axes.analysis, roles)
+        else:
+            found = final_state_scale(region, roles.axes.analysis, roles)
         if found is None:
             raise NotLinearAttention(
                 "what it leaves behind for the next call is not the state of the recurrence"
             )
         state_scale = _rounded(found)
-    gate_node, gate_form, kept = _gate_source(analysis, roles)
-    seconds = roles.gates[1:]
-    needed = [*roles.q, *roles.k, *roles.v, *(node for node in (gate_node, kept) if node is not None)]
-    needed += [node for node, _ in seconds]
-    needed += roles.own.inputs if roles.own is not None else ()
-    if roles.initial_state is not None:
-        needed.append(roles.initial_state)
+    gate = None if isinstance(roles, ComplexRoles) else _gate_source(analysis, roles)
+    needed = _needed(roles, gate)
     # What an operator has taken the place of is held by its result, and not under the old name any more.
     held = {
         value: shadow.rewritten.get(value, holder)
@@ -514,7 +537,8 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             )
     values = {node: held[node] for node in needed}
     dtype = region.output.meta["val"].dtype
-    operand_dtype = _promoted([*roles.q, *roles.k, *roles.v], dtype)
+    if isinstance(roles, Roles):
+        dtype = _promoted([*roles.q, *roles.k, *roles.v], dtype)
 
     with graph.inserting_after(place):
         anchor = graph.call_function(aten.sym_size.int, (values[needed[0]], 0))
@@ -523,91 +547,19 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             graph,
             lambda atom: _size_source(roles.axes, values, atom),
             next(iter(values.values())),
-            operand_dtype,
+            dtype,
             end,
         )
-        for node, entrance in roles.entering:
-            values[node] = ops.call(_ENTERED[entrance.name], values[node])
-        q = arrange(ops, roles.axes, Canonical.KEY, roles.q, values)
-        k = arrange(ops, roles.axes, Canonical.KEY, roles.k, values)
-        v = arrange(ops, roles.axes, Canonical.VALUE, roles.v, values)
-        q, k, v = (
-            _as(ops, x, nodes, operand_dtype) for x, nodes in ((q, roles.q), (k, roles.k), (v, roles.v))
-        )
-        g = None
-        if gate_node is not None and gate_form is not None:
-            log = _emit_gate(ops, gate_form, values[gate_node], wiring.group)
-            if kept is not None:
-                log = ops.call(torch.where, values[kept], log, -float("inf"))
-            logs = {gate_node: log}
-            g = arrange(ops, roles.axes, Canonical.GATE, [gate_node], logs)
-            for node, form in seconds:
-                log_too = {node: _emit_gate(ops, form, values[node], wiring.group)}
-                g = ops.call(torch.add, g, arrange(ops, roles.axes, Canonical.GATE, [node], log_too))
-            if roles.write_factor is not None:
-                factor = {gate_node: _emit_write_factor(ops, roles.write_factor, logs[gate_node])}
-                k = ops.multiply(k, arrange(ops, roles.axes, Canonical.KEY, [gate_node], factor))
-                k = k if operand_dtype == dtype else ops.call(aten.to.dtype, k, operand_dtype)
-        elif roles.constant is not None:
-            like = next(iter(values.values()))
-            state_dtype = torch.float64 if operand_dtype == torch.float64 else torch.float32
-            heads = [
-                ops.call(aten.new_full.default, like, [1], each, dtype=state_dtype) for each in roles.constant
-            ]
-            for each in heads:
-                each.meta["zeco_fitted"] = True
-            g = heads[0] if len(heads) == 1 else ops.call(torch.cat, heads)
-        written = (k, v, g)
-        if roles.before is not None:
-            # What is the same at all positions has no row to be moved; one of both has.
-            along = analysis.track.sequence_dims
-            if roles.write_factor is not None or any(map(along, roles.k)):
-                k = _one_later(ops, k, wiring.group)
-            if any(map(along, roles.v)):
-                v = _one_later(ops, v, wiring.group)
-            if g is not None and roles.before == "kept":
-                if roles.initial_state is not None and not roles.axes.gate_has_rows:
-                    # what it begins with is read as it is
-                    in_rows = k if any(map(along, roles.k)) else v
-                    g = _one_later(ops, _with_rows(ops, roles, g, in_rows), wiring.group)
-                elif roles.axes.gate_has_rows:
-                    g = _one_later(ops, g, wiring.group)
-            elif g is not None:
-                decay = ops.call(torch.exp, g)
-                if not roles.axes.gate_has_key:
-                    decay = ops.unsqueeze(decay, 1 if roles.constant is not None else 3)
-                k = ops.call(aten.to.dtype, ops.multiply(k, decay), operand_dtype)
-        state = None
-        if roles.initial_state is not None:
-            state = arrange(ops, roles.axes, Canonical.STATE, [roles.initial_state], values)
-        call = ops.call(
-            torch.ops.zeco.gated_linear_attention.default,
-            q, k, v, g, roles.scale, state, bool(state_readers), wiring.schedule, wiring.blocks, wiring.group,
-        )  # fmt: skip
+        if isinstance(roles, ComplexRoles):
+            wired = wiring.schedule, wiring.blocks, wiring.group
+            call, o, last = emit_recurrence(ops, roles, values, bool(state_readers), wired)
+        else:
+            assert gate is not None, "it has been looked for"
+            call, o, last = _emit_attention(ops, match, roles, gate, values, bool(state_readers), wiring)
         keep_if_any(call, region.user_nodes)
-        o = ops.call(operator.getitem, call, 0)
-        if roles.rows is not None:
-            float_dtype = torch.promote_types(operand_dtype, torch.float32)
-            o = roles.rows.emit(ops, o, ops.size((roles.axes.rows,)), g, float_dtype)
-            o = o if float_dtype == operand_dtype else ops.call(aten.to.dtype, o, operand_dtype)
-        if roles.own is not None:
-            o = _with_own_term(
-                ops, roles, roles.own, o, values, torch.promote_types(operand_dtype, torch.float32)
-            )
-            o = ops.call(aten.to.dtype, o, operand_dtype)
-        o = disarrange(ops, roles.axes, o)
-        if match.length_factor is not None:  # of the slice's length as yet, as the user's own (length.py)
-            from_length, multiplied = match.length_factor
-            o = ops.call(torch.mul if multiplied else torch.div, o, from_length)
-        if operand_dtype != dtype:
-            o = ops.call(aten.to.dtype, o, dtype)
         if match.detached:
             o = ops.call(aten.detach.default, o)
-        last = o  # there are no readers of the state otherwise
         if state_readers and region.final_state is not None:
-            last = ops.call(operator.getitem, call, 1)
-            if roles.before is not None:
-                last = _after_last_write(ops, roles, last, written, wiring)
             last = disarrange(ops, roles.axes, last, Canonical.STATE, region.final_state)
             last = last if state_scale == 1.0 else ops.call(aten.mul.Tensor, last, state_scale)
             last = ops.call(aten.to.dtype, last, region.final_state.meta["val"].dtype)
@@ -620,7 +572,118 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     for user, argument in state_readers:
         user.replace_input_with(argument, last)
     _erase(analysis, region)
-    return _report(analysis, match, number, gate_node, gate_form)
+    return _report(analysis, match, number, gate)
+
+
+_Gate = tuple[fx.Node | None, GateForm | None, fx.Node | None]
+"""What `_gate_source` gives."""
+
+
+def _needed(roles: Roles | ComplexRoles, gate: _Gate | None) -> list[fx.Node]:
+    """The values that the operator is made from."""
+    if isinstance(roles, ComplexRoles) or gate is None:
+        assert isinstance(roles, ComplexRoles), "only its decay is no gate"
+        return list(roles.inputs)
+    needed = [*roles.q, *roles.k, *roles.v, *(node for node in (gate[0], gate[2]) if node is not None)]
+    needed += [node for node, _ in roles.gates[1:]]
+    needed += roles.own.inputs if roles.own is not None else ()
+    if roles.initial_state is not None:
+        needed.append(roles.initial_state)
+    return needed
+
+
+def _emit_attention(
+    ops: GraphOperations,
+    match: Match,
+    roles: Roles,
+    gate: _Gate,
+    values: dict[fx.Node, fx.Node],
+    final_state: bool,
+    wiring: Wiring,
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """(the operator, the region's output, the state after the last step in the operator's layout) at the graph's
+    insertion point."""
+    gate_node, gate_form, kept = gate
+    seconds = roles.gates[1:]
+    dtype, operand_dtype = match.region.output.meta["val"].dtype, ops.dtype
+    for node, entrance in roles.entering:
+        values[node] = ops.call(_ENTERED[entrance.name], values[node])
+    q = arrange(ops, roles.axes, Canonical.KEY, roles.q, values)
+    k = arrange(ops, roles.axes, Canonical.KEY, roles.k, values)
+    v = arrange(ops, roles.axes, Canonical.VALUE, roles.v, values)
+    q, k, v = (_as(ops, x, nodes, operand_dtype) for x, nodes in ((q, roles.q), (k, roles.k), (v, roles.v)))
+    g = None
+    if gate_node is not None and gate_form is not None:
+        log = _emit_gate(ops, gate_form, values[gate_node], wiring.group)
+        if kept is not None:
+            log = ops.call(torch.where, values[kept], log, -float("inf"))
+        logs = {gate_node: log}
+        g = arrange(ops, roles.axes, Canonical.GATE, [gate_node], logs)
+        for node, form in seconds:
+            log_too = {node: _emit_gate(ops, form, values[node], wiring.group)}
+            g = ops.call(torch.add, g, arrange(ops, roles.axes, Canonical.GATE, [node], log_too))
+        if roles.write_factor is not None:
+            factor = {gate_node: _emit_write_factor(ops, roles.write_factor, logs[gate_node])}
+            k = ops.multiply(k, arrange(ops, roles.axes, Canonical.KEY, [gate_node], factor))
+            k = k if operand_dtype == dtype else ops.call(aten.to.dtype, k, operand_dtype)
+    elif roles.constant is not None:
+        like = next(iter(values.values()))
+        state_dtype = torch.float64 if operand_dtype == torch.float64 else torch.float32
+        heads = [
+            ops.call(aten.new_full.default, like, [1], each, dtype=state_dtype) for each in roles.constant
+        ]
+        for each in heads:
+            each.meta["zeco_fitted"] = True
+        g = heads[0] if len(heads) == 1 else ops.call(torch.cat, heads)
+    written = k, v, g
+    if roles.before is not None:
+        # What is the same at all positions has no row to be moved; one of both has.
+        along = roles.axes.analysis.track.sequence_dims
+        if roles.write_factor is not None or any(map(along, roles.k)):
+            k = _one_later(ops, k, wiring.group)
+        if any(map(along, roles.v)):
+            v = _one_later(ops, v, wiring.group)
+        if g is not None and roles.before == "kept":
+            if roles.initial_state is not None and not roles.axes.gate_has_rows:
+                # what it begins with is read as it is
+                in_rows = k if any(map(along, roles.k)) else v
+                g = _one_later(ops, _with_rows(ops, roles, g, in_rows), wiring.group)
+            elif roles.axes.gate_has_rows:
+                g = _one_later(ops, g, wiring.group)
+        elif g is not None:
+            decay = ops.call(torch.exp, g)
+            if not roles.axes.gate_has_key:
+                decay = ops.unsqueeze(decay, 1 if roles.constant is not None else 3)
+            k = ops.call(aten.to.dtype, ops.multiply(k, decay), operand_dtype)
+    state = None
+    if roles.initial_state is not None:
+        state = arrange(ops, roles.axes, Canonical.STATE, [roles.initial_state], values)
+    call = ops.call(
+        torch.ops.zeco.gated_linear_attention.default,
+        q, k, v, g, roles.scale, state, final_state, wiring.schedule, wiring.blocks, wiring.group,
+    )  # fmt: skip
+    o = ops.call(operator.getitem, call, 0)
+    if roles.rows is not None:
+        float_dtype = torch.promote_types(operand_dtype, torch.float32)
+        o = roles.rows.emit(ops, o, ops.size((roles.axes.rows,)), g, float_dtype)
+        o = o if float_dtype == operand_dtype else ops.call(aten.to.dtype, o, operand_dtype)
+    if roles.own is not None:
+        o = _with_own_term(
+            ops, roles, roles.own, o, values, torch.promote_types(operand_dtype, torch.float32)
+        )
+        o = ops.call(aten.to.dtype, o, operand_dtype)
+    o = disarrange(ops, roles.axes, o)
+    if match.length_factor is not None:  # of the slice's length as yet, as the user's own (length.py)
+        from_length, multiplied = match.length_factor
+        o = ops.call(torch.mul if multiplied else torch.div, o, from_length)
+    if operand_dtype != dtype:
+        o = ops.call(aten.to.dtype, o, dtype)
+    last = o  # there are no readers of the state otherwise
+    if final_state:
+        last = ops.call(operator.getitem, call, 1)
+        if roles.before is not None:
+            last = _after_last_write(ops, roles, last, written, wiring)
+    return call, o, last
 
 
 _ENTERED = {"exp(z)": torch.exp, "1 / z": torch.reciprocal}
@@ -862,10 +925,11 @@ def _erase(analysis: Analysis, region: Region) -> None:
             graph.erase_node(node)
 
 
-def _report(
-    analysis: Analysis, match: Match, number: int, gate_node: fx.Node | None, gate_form: GateForm | None
-) -> RegionReport:
+def _report(analysis: Analysis, match: Match, number: int, gate: _Gate | None) -> RegionReport:
     roles, region = match.roles, match.region
+    if isinstance(roles, ComplexRoles) or gate is None:
+        return _complex_report(analysis, match, number)
+    gate_node, gate_form, _ = gate
     entries: dict[str, Role] = {}
     entering = {node: entrance.name for node, entrance in roles.entering}
     for role, nodes in (("q", roles.q), ("k", roles.k), ("v", roles.v)):
@@ -903,7 +967,47 @@ def _report(
             *([f"log decay of each head: {_listed(roles.constant)}"] if roles.constant else []),
             *(f"the values of `{mask.name}` were taken as they are" for mask in region.masks),
         ],
-        sizes=_sizes(analysis, match),
+        sizes=_sizes(analysis, region, roles),
+        check_error=match.error,
+        sizes_checked=list(match.sizes),
+    )
+
+
+def _complex_report(analysis: Analysis, match: Match, number: int) -> RegionReport:
+    roles, region = match.roles, match.region
+    assert isinstance(roles, ComplexRoles), "of these only"
+    entries: dict[str, Role] = {}
+    for role, nodes in (("a", roles.decays), ("u", roles.written)):
+        for i, node in enumerate(nodes):
+            entries[role if len(nodes) == 1 else f"{role} (factor {i + 1})"] = _role(analysis, node, "")
+    if roles.initial_state is not None:
+        entries["initial_state"] = _role(analysis, roles.initial_state, "")
+    entries["h"] = _role(analysis, region.output, "")
+    at = Sizes(roles.axes.analysis, roles.axes.analysis.real_length)
+    elements = at.of_dim(roles.axes.value)
+    itemsize = roles.axes.output.meta["val"].dtype.itemsize
+    return RegionReport(
+        name=f"attention_{number}",
+        family="complex",
+        how="by meaning",
+        location=user_location(_end(analysis, region)),
+        roles=entries,
+        scale=f"{roles.scale:.6g}",
+        notes=[
+            f"{len(region.user_nodes)} nodes of your graph became one operator",
+            "h = a * h + u of each element by itself, in complex numbers; a state is one of them for each element",
+            *(["its result has no gradient, as in your code"] if match.detached else []),
+        ],
+        sizes={
+            "B": at.of_dim(roles.axes.batch),
+            "T": at.length,
+            "H": 1,
+            "K": elements,
+            "V": 1,
+            "decay width": elements,
+            "bytes of v": itemsize,
+            "bytes of the state": itemsize,
+        },
         check_error=match.error,
         sizes_checked=list(match.sizes),
     )
@@ -919,9 +1023,9 @@ def _listed(values: Sequence[float]) -> str:
     return shown if len(values) <= 8 else f"{shown}, ... ({len(values)} heads)"
 
 
-def _sizes(analysis: Analysis, match: Match) -> dict[str, int]:
-    axes, at = match.roles.axes, Sizes(match.roles.axes.analysis, analysis.real_length)
-    dtype = _promoted([*match.roles.q, *match.roles.k, *match.roles.v], match.region.output.meta["val"].dtype)
+def _sizes(analysis: Analysis, region: Region, roles: Roles) -> dict[str, int]:
+    axes, at = roles.axes, Sizes(roles.axes.analysis, analysis.real_length)
+    dtype = _promoted([*roles.q, *roles.k, *roles.v], region.output.meta["val"].dtype)
     key = at.of_dim(axes.key)
     return {
         "B": at.of_dim(axes.batch),

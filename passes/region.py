@@ -211,6 +211,22 @@ def _way_up(analysis: Analysis, node: fx.Node, through: str) -> list[fx.Node]:
     return way
 
 
+def from_undecayed_state(region: Region, analysis: Analysis) -> Region:
+    """The region from a state that it begins with on, where it has begun with that state's product with its decay: both
+    are the same for all positions."""
+    inputs, interior = list(region.inputs), set(region.interior)
+    for at, node in enumerate(inputs):
+        while node.target is aten.mul.Tensor and not analysis.track.sequence_dims(node):
+            others = [source for source in _tensors(node) if source not in inputs]
+            if len(others) != 1 or len(node.all_input_nodes) != 2 or not _is_held(analysis, others[0]):
+                break
+            interior.add(node)
+            (node,) = others
+        inputs[at] = node
+    ordered = tuple(n for n in analysis.shadow.graph.nodes if n in interior)
+    return replace(region, inputs=tuple(inputs), interior=ordered, user_nodes=_user_nodes(analysis, ordered))
+
+
 def with_taken_buffers(region: Region, analysis: Analysis) -> Region:
     """The region with the values of buffers as they are, where its inputs are buffers, or computed from nothing else:
     the decays of lightning attention."""
@@ -349,7 +365,7 @@ def carrying(region: Region, analysis: Analysis) -> Iterator[Region]:
         given = node in region.inputs
         if track.sequence_dims(node) or not (given or _makes_zeros(node)):
             continue
-        if not node.meta["val"].dtype.is_floating_point:
+        if not is_inexact(node):
             continue
         following = {node}
         dims = [track.axes.flat(d) for d in track.dims(node)]
@@ -396,7 +412,7 @@ def carrying_beyond(region: Region, analysis: Analysis) -> Iterator[Region]:
         given = first in region.inputs
         if track.sequence_dims(first) or not (given or _makes_zeros(first)):
             continue
-        if not first.meta["val"].dtype.is_floating_point:
+        if not is_inexact(first):
             continue
         dims = [track.axes.flat(d) for d in track.dims(first)]
         following = {first}
@@ -651,7 +667,7 @@ def _run(
     env: dict[fx.Node, Any] = dict(values)
     for node, mask in zip(region.masks_at, region.masks, strict=True):
         data = sizes.analysis.example_inputs[mask.index].detach().cpu()
-        env[node] = data.double() if data.is_floating_point() else data
+        env[node] = data.to(widest(data.dtype))
     ops = sizes.ops
     with torch.no_grad():
         for node, unused in zip(region.interior, region.last_read, strict=True):
@@ -665,6 +681,19 @@ def _run(
             for source in unused:
                 env.pop(source, None)
     return env
+
+
+def widest(dtype: torch.dtype) -> torch.dtype:
+    """What a region is evaluated in."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def is_inexact(node: fx.Node) -> bool:
+    """It holds real or complex numbers."""
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype.is_floating_point or dtype.is_complex
 
 
 _SIZED = {
@@ -683,7 +712,7 @@ def _prepared(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> _Op:
 
     def number_of(leaf: Any) -> Any:
         if isinstance(leaf, torch.dtype):
-            return torch.float64 if leaf.is_floating_point else leaf
+            return widest(leaf)
         if isinstance(leaf, torch.device):
             return torch.device("cpu")
         return _number(leaf, sizes) if isinstance(leaf, fx.Node) and leaf not in env else leaf
@@ -699,13 +728,13 @@ def _prepared(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> _Op:
     args = list(pytree.tree_map(number_of, node.args))
     kwargs = dict(pytree.tree_map(number_of, node.kwargs))
     made = node.meta.get("val")
-    makes_real = isinstance(made, torch.Tensor) and made.dtype.is_floating_point
+    makes_inexact = isinstance(made, torch.Tensor) and is_inexact(node)
     if isinstance(target, torch._ops.OpOverload):
         _at_sizes(node, args, kwargs, sizes)
         has_dtype = any(a.name == "dtype" for a in target._schema.arguments)
         default = isinstance(made, torch.Tensor) and kwargs.get("dtype") is None
         if has_dtype and default and not _open(args):  # made from nothing: its dtype was the default one
-            kwargs["dtype"] = torch.float64 if makes_real else made.dtype  # type: ignore[union-attr]
+            kwargs["dtype"] = widest(made.dtype)  # type: ignore[union-attr]
         kwargs.pop("pin_memory", None)
     if target in (aten.view.default, aten._unsafe_view.default):
         target = aten.reshape.default  # the strides of the trace are not those of these values
@@ -713,7 +742,7 @@ def _prepared(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> _Op:
 
     def op(env: Mapping[fx.Node, Any]) -> Any:
         args, kwargs = fill(env)
-        if makes_real and _of_integers([env[operand] for operand in operands]):
+        if makes_inexact and _of_integers([env[operand] for operand in operands]):
             # Whole numbers and a Python number, as in `gamma ** (i - j)`, would make the default dtype.
             args = pytree.tree_map_only(torch.Tensor, torch.Tensor.double, args)
         try:
@@ -750,7 +779,8 @@ def _filling(
 def _of_integers(operands: Sequence[Any]) -> bool:
     """All tensors among the operands are of whole numbers, and there are some."""
     given = [a for a in operands if isinstance(a, torch.Tensor)]
-    return bool(given) and not any(a.dtype.is_floating_point or a.dtype == torch.bool for a in given)
+    others = (a.dtype == torch.bool or a.dtype.is_floating_point or a.dtype.is_complex for a in given)
+    return bool(given) and not any(others)
 
 
 _FILLED_WITH = {
@@ -760,14 +790,13 @@ _FILLED_WITH = {
 
 def _shaped_like(node: fx.Node, sizes: Sizes) -> _Op:
     """What a factory makes, from the sizes alone. Memory that is not filled is NaN, so that it shows if read."""
-    dtype = node.meta["val"].dtype
-    dtype = torch.float64 if dtype.is_floating_point else dtype
+    dtype = widest(node.meta["val"].dtype)
     shape = sizes.shape(node)
     value: Any
     if node.target in _FILLED_WITH:
         value = _FILLED_WITH[node.target]
     elif node.target in (aten.empty_like.default, aten.new_empty.default):
-        value = float("nan") if dtype.is_floating_point else 0
+        value = float("nan") if is_inexact(node) else 0
     else:
         value = argument(node, "fill_value")
         value = _number(value, sizes) if isinstance(value, fx.Node) else value

@@ -19,7 +19,7 @@ from torch import fx
 
 from zeco_compile.passes.locations import UNKNOWN, Location
 
-Family = Literal["per channel", "per head and token", "constant per head", "none"]
+Family = Literal["per channel", "per head and token", "constant per head", "none", "complex"]
 How = Literal["by name", "by meaning"]
 
 

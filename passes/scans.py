@@ -12,6 +12,7 @@ step by step. Nothing has to be unrolled, and the length stays a symbol.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 from collections.abc import Sequence
@@ -51,6 +52,14 @@ class OpenScan:
 
 class _Unreadable(Exception):
     """Why a scan is left as it is."""
+
+
+def with_gradients(gm: fx.GraphModule) -> None:
+    """What is scanned has its gradient, though Dynamo did not see it (`lowering/carries.py`)."""
+    for node in list(gm.graph.nodes):
+        if node.target in (torch.ops.zeco.scanned, torch.ops.zeco.scanned.default):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
 
 
 def open_scans(analysis: Analysis) -> tuple[list[OpenScan], list[tuple[fx.Node, str]]]:
@@ -134,8 +143,11 @@ def _batched(analysis: Analysis, scan: fx.Node) -> fx.GraphModule:
     if scan.kwargs or readers or not isinstance(held, fx.Node) or held.op != "get_attr":
         raise _Unreadable("it is called, or read, in another way than is known")
     initial, scanned, shared = _operands(scan)
-    for each in scanned:
-        value = shadow.reads.get((scan, each))
+    values = [shadow.reads.get((scan, each)) for each in scanned]
+    some_along = any(isinstance(value, fx.Node) and track.sequence_dims(value) for value in values)
+    for value in values:
+        if isinstance(value, fx.Node) and some_along and _is_spread(analysis, value):
+            continue
         if not isinstance(value, fx.Node) or track.sequence_dims(value) != [0]:
             raise _Unreadable("it does not scan along the sequence")
         if not track.axes.is_whole_sequence(track.dims(value)[0]):
@@ -177,6 +189,13 @@ def _batched(analysis: Analysis, scan: fx.Node) -> fx.GraphModule:
     return traced
 
 
+def _is_spread(analysis: Analysis, value: fx.Node) -> bool:
+    """The same row as often as the slice has rows: it may be said to run along the sequence."""
+    first, *others = (analysis.track.axes.flat(dim) for dim in analysis.track.dims(value))
+    alike = len(first) == 1 and first[0].origins == {"broadcast"} and not analysis.track.sequence_dims(value)
+    return alike and first[0] not in itertools.chain(*others) and analysis.track.axes.is_length(first[0].size)
+
+
 def _begins_with_a_flag(body: fx.GraphModule, carries: int) -> bool:
     """As `scans_by_name.associative_scan` makes it: something is carried that is one after the first step."""
     output = next(n for n in body.graph.nodes if n.op == "output")
@@ -194,7 +213,10 @@ def _is_associative(analysis: Analysis, body: fx.GraphModule, fakes: Sequence[An
         if not isinstance(fake, torch.Tensor):
             return at.of_size(size_of(fake)) if isinstance(fake, torch.SymInt) else fake
         sizes = [at.of_size(size_of(size)) for size in fake.shape[first:]]
-        return torch.rand(sizes, generator=generator, dtype=torch.float64) + 0.2
+        size = torch.rand(sizes, generator=generator, dtype=torch.float64) + 0.2
+        if not fake.dtype.is_complex:
+            return size
+        return torch.polar(size, torch.rand(sizes, generator=generator, dtype=torch.float64) * 6)
 
     count = (_count_results(body) - 1) // 2
     shared = [drawn(fake, 0) for fake in fakes[1 + 2 * count :]]

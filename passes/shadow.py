@@ -139,6 +139,8 @@ class _Recorder(fx.Interpreter):
         operator_ = torch.ops.zeco.gated_linear_attention
         if target in (operator_, operator_.default):  # Dynamo keeps the packet
             return _attention_by_its_parts(*args)
+        if target in (torch.ops.zeco.complex_recurrence, torch.ops.zeco.complex_recurrence.default):
+            return _recurrence_by_its_parts(*args)
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,6 +192,14 @@ def _attention_by_its_parts(
     if output_final_state and initial_state is not None:
         state = state + initial_state.to(state.dtype)
     return o, state
+
+
+def _recurrence_by_its_parts(
+    a: torch.Tensor, u: torch.Tensor, initial_state: torch.Tensor | None, output_final_state: bool, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    state_in = u.new_zeros([u.shape[0], *u.shape[2:]]) if initial_state is None else initial_state
+    h = torch.ops.zeco.recurrence_states(a, u, state_in)
+    return h, state_in + state_in if output_final_state else u.new_empty((0,))
 
 
 _EINSUM = (torch.functional.einsum, torch.einsum)

@@ -17,6 +17,8 @@ from zeco_compile.passes.schema import argument, tensors
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.bmm.default)
 _SUMS = (aten.sum.dim_IntList, aten.sum.default)
+_ADDITIONS = (aten.add.Tensor, aten.sub.Tensor)
+_LINEAR = (*_ADDITIONS, aten.mul.Tensor)
 
 
 def peculiarity(analysis: Analysis, node: fx.Node) -> str | None:
@@ -25,13 +27,20 @@ def peculiarity(analysis: Analysis, node: fx.Node) -> str | None:
     steps = _steps(analysis, node)
     if any(each.meta["val"].dtype.is_complex for each in (*tensors(node), *steps)):
         return (
-            "It computes with complex numbers, as Fourier transforms and decays that rotate do: no family that is "
-            "recognised has them."
+            "It computes with complex numbers, of which h = a * h + u is recognised, each element by itself, with a "
+            "and u of the token or the same for all: no conjugate, absolute value or real part of the state in the "
+            "update, no product with a matrix, no mask of the state, nothing that reads h before its update."
         )
     if _reads_its_state(analysis, steps):
         return (
             "A step reads the state, in a product with values of its own, before it writes the state, as a delta rule "
             "does: such a transition is a matrix and no number, and no supported family has it."
+        )
+    if _mixes_two_states(analysis, steps):
+        return (
+            "Each of two states is computed from both. If they are the real and the imaginary part of one, as in "
+            "`re, im = a * re - b * im + u, b * re + a * im + v`, write it in complex numbers: "
+            "`h = torch.complex(a, b) * h + torch.complex(u, v)` is recognised."
         )
     return None
 
@@ -62,6 +71,31 @@ def _reads_its_state(analysis: Analysis, steps: list[fx.Node]) -> bool:
         and any(_is_state_and_step(pair, span) for pair in _products(node))
         for node in steps
     )
+
+
+def _mixes_two_states(analysis: Analysis, steps: list[fx.Node]) -> bool:
+    """A step sums up multiples of two sums to which the step before has added rows of its own token."""
+    span = _positions(analysis)
+
+    def has_added(node: fx.Node, step: int) -> bool:
+        own = (step, step)
+        return node.target in _ADDITIONS and any(span.get(source) == own for source in tensors(node))
+
+    for node in steps:
+        if node.target not in _ADDITIONS or node not in span or not has_added(node, span[node][1]):
+            continue
+        before, found, stack = span[node][1] - 1, set[fx.Node](), list(tensors(node))
+        while stack:
+            source = stack.pop()
+            if source not in span or span[source][1] != before:
+                continue
+            if has_added(source, before) and span[source][0] < before:
+                found.add(source)
+            elif source.target in _LINEAR:
+                stack += tensors(source)
+        if len(found) > 1:
+            return True
+    return False
 
 
 def _positions(analysis: Analysis) -> dict[fx.Node, tuple[int, int]]:

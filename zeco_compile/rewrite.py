@@ -114,6 +114,7 @@ def rewrite(
     refuse_hooks(gm)
     refuse_inner_gradients(gm)
     checkpoints.inline_checkpoints(gm)
+    scans.with_gradients(gm)
     wiring = recognize.Wiring(settings.schedule, settings.blocks or 0, ranks.group, ranks.world_size)
     work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [], {})
     first = work.analyse()
@@ -182,6 +183,7 @@ def _second_look(
 
     def steps(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[second_look.Step]:
         checkpoints.inline_checkpoints(gm)
+        scans.with_gradients(gm)
         inputs = graph_inputs(gm, example_inputs, work.settings.seq_dim)
         assumed.append(assumptions(gm, inputs, example_inputs))
         again = replace(
@@ -230,11 +232,12 @@ def _second_look(
 
 def report_scans(report: Report, settings: Settings, ranks: Ranks, links: GroupLinks, wire: str) -> None:
     """Adds how the states of each region travel, what that sends, and what other ways to do the same would."""
-    wire = symmetric.expected_wire(wire, links.hosts, settings.schedule)
-    schedule = "all_scan" if wire == "symmetric" else settings.schedule
-    costs = links.costs[wire]
+    shared, own = symmetric.expected_wire(wire, links.hosts, settings.schedule), wire
     communication = []
     for region in report.regions:
+        wire = own if region.family == "complex" else shared  # its kernel has no complex numbers
+        schedule = "all_scan" if wire == "symmetric" else settings.schedule
+        costs = links.costs[wire]
         sizes = region.sizes
         layer = volume.LayerSize(
             batch=sizes["B"],

@@ -32,6 +32,8 @@ def associative_scan(
         raise ValueError("For combine_mode='pointwise', all input tensors need to be on CUDA or XPU")
     if reverse:
         leaves = [leaf.flip([dim]) for leaf in leaves]
+    # PyTorch has no gradient for a scan of complex numbers, and it is not this scan that will be run.
+    leaves = [torch.ops.zeco.scanned(leaf) if leaf.is_complex() else leaf for leaf in leaves]
 
     def step(carry: Any, now: Any) -> Any:
         started, before = carry
@@ -47,6 +49,7 @@ def associative_scan(
         leaf.new_ones([size for i, size in enumerate(leaf.shape) if i != dim % leaf.dim()]) for leaf in leaves
     ]
     started = leaves[0].new_zeros(())  # PyTorch wants a gradient of whatever is carried
+    started = started.abs() if started.is_complex() else started
     _, prefixes = scan(step, (started, nothing), leaves, dim=dim % leaves[0].dim())
     if reverse:
         prefixes = [each.flip([dim]) for each in prefixes]

@@ -16,6 +16,7 @@ from zeco_compile.passes.tracking import Tracking
 @rule(*ops("softplus", "leaky_relu", "elu", "threshold", "log_sigmoid_forward", "view_of", "contiguous"))
 @rule(*ops("prelu", "_prelu_kernel", "mish", "hardswish", "hardsigmoid", "celu", "glu_jvp", "fill", "pow"))
 @rule(*ops("floor_divide", "rsub", "isclose"))
+@rule(*ops("complex", "polar", "_conj", "_neg_view", "resolve_conj", "resolve_neg"))
 @rule(*ops("bitwise_and", "bitwise_or", "logical_and", "logical_or", "logical_not", "isnan", "isfinite"))
 @rule_of_kind(lambda target: torch.Tag.pointwise in getattr(target, "tags", ()))
 def pointwise(track: Tracking, node: fx.Node) -> None:

@@ -102,3 +102,12 @@ def running_maximum(track: Tracking, node: fx.Node) -> None:
     dims = track.broadcast([g, k, ((), *initial)])
     track.act(node, dims[0], "along")
     track.outs(node, [dims, dims])
+
+
+@rule(zeco.recurrence_states.default)
+def recurrence_states(track: Tracking, node: fx.Node) -> None:
+    dims = track.broadcast([track.dims(operand(node, i)) for i in (0, 1)])
+    state = track.dims(operand(node, 2))
+    for own, other in zip(state, (dims[0], *dims[2:]), strict=True):
+        track.unified(node, own, other)
+    track.out(node, dims)

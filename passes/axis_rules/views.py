@@ -23,6 +23,20 @@ def view(track: Tracking, node: fx.Node) -> None:
         track.out(node, tuple(dims))
 
 
+@rule(*ops("view_as_real"))
+def pairs_of_complex(track: Tracking, node: fx.Node) -> None:
+    track.out(node, (*track.dims(operand(node, 0)), track.axes.fresh(2, "parts")))
+
+
+@rule(*ops("view_as_complex"))
+def complex_of_pairs(track: Tracking, node: fx.Node) -> None:
+    *dims, parts = track.dims(operand(node, 0))
+    if track.axes.is_sequence(parts):
+        track.opaque(node, "two tokens that are made one complex number")
+    else:
+        track.out(node, tuple(dims))
+
+
 @rule(*ops("expand", "expand_copy"))
 def expand(track: Tracking, node: fx.Node) -> None:
     source = tensors(node)[0]

@@ -1,0 +1,30 @@
+"""The transition of a complex state is a matrix."""
+
+import torch
+from torch import nn
+
+EXPECTED = {"refused": r"near_complex_matrix\.py.*no product with a matrix"}
+LOCAL_LENGTHS = (4,)
+
+
+class Model(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.decay = nn.Parameter(torch.randn(width, dtype=torch.cfloat) / 3)
+        self.mix = nn.Parameter(torch.randn(width, width, dtype=torch.cfloat) / 3)
+
+    def forward(self, x):
+        u = torch.complex(x, x.roll(1, 2))
+        h, hs = torch.zeros_like(u[:, 0]), []
+        for t in range(x.shape[1]):
+            h = h @ self.mix + u[:, t]
+            hs.append(h)
+        return torch.stack(hs, 1).real
+
+
+def make_model():
+    return Model()
+
+
+def make_inputs(batch, length, dtype):
+    return torch.randn(batch, length, 4, dtype=dtype)
