@@ -21,8 +21,8 @@ from torch import Tensor
 from zeco_compile.kernels import complex_recurrence
 from zeco_compile.kernels.errors import InvalidShapes
 from zeco_compile.lowering import all_scan, attention, op_log  # noqa: F401 (attention defines the scans)
-from zeco_compile.lowering.communicator import members
 from zeco_compile.lowering.errors import SecondDerivative
+from zeco_compile.lowering.groups import members
 from zeco_compile.lowering.registry import LIBRARY, LOCAL_TAGS, define
 
 # ----- what one rank does by itself

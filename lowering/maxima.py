@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from zeco_compile.lowering import op_log
-from zeco_compile.lowering.communicator import members
 from zeco_compile.lowering.exchange import gather_sequence
-from zeco_compile.lowering.groups import ONE_RANK
+from zeco_compile.lowering.groups import ONE_RANK, members
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 

@@ -738,11 +738,13 @@ def _prepared(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> _Op:
         kwargs.pop("pin_memory", None)
     if target in (aten.view.default, aten._unsafe_view.default):
         target = aten.reshape.default  # the strides of the trace are not those of these values
-    operands, fill = _open(args), _filling(args, kwargs)
+    fill = _filling(args, kwargs)
+    # all runs at these sizes have the types of the first
+    of_integers = makes_inexact and _of_integers([env[operand] for operand in _open(args)])
 
     def op(env: Mapping[fx.Node, Any]) -> Any:
         args, kwargs = fill(env)
-        if makes_inexact and _of_integers([env[operand] for operand in operands]):
+        if of_integers:
             # Whole numbers and a Python number, as in `gamma ** (i - j)`, would make the default dtype.
             args = pytree.tree_map_only(torch.Tensor, torch.Tensor.double, args)
         try:
