@@ -49,7 +49,7 @@ def running_maximum(
         for rank in range(members(group).rank):
             carried = torch.maximum(carried + decay_of[rank], top_of[rank])
     m = torch.maximum(carried + decays, own)
-    return m, torch.cat([carried.unsqueeze(0), m[:-1]])
+    return m.contiguous(), torch.cat([carried.unsqueeze(0), m[:-1]]).contiguous()
 
 
 @running_maximum.register_fake
@@ -81,7 +81,8 @@ def running_maximum_backward(
             later = own_of[other] + through_of[other] * later
         d = d + products * later
     first = dbefore[0] + carried[0] * d[0]
-    return carried * d, written * d, first if rank == 0 else torch.zeros_like(first)
+    first = first if rank == 0 else torch.zeros_like(first)
+    return (carried * d).contiguous(), (written * d).contiguous(), first.contiguous()
 
 
 @running_maximum_backward.register_fake

@@ -93,7 +93,8 @@ class Stabilised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.decay, self.bonus = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
-        self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
+        # what is added to all keys cancels: its gradient is zero, and rounding
+        self.key, self.value = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         key, value, decay = 9 * self.key(x), self.value(x), -self.decay.exp()

@@ -75,3 +75,18 @@ def test_long_and_narrow() -> None:
     m, before = maxima.running_maximum(g, k, torch.zeros(1), "", 1)
     assert torch.equal(m, k)
     assert torch.equal(before[1:], m[:-1])
+
+
+@pytest.mark.parametrize("layout", ["batch first", "features first", "expanded"])
+def test_opcheck(layout: str) -> None:
+    """Shapes and strides as the fakes say, whatever the strides of what comes in."""
+    (g, k, initial), (dm, dbefore) = _case("ordinary", 4)
+    if layout == "batch first":
+        g, k, dm = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (g, k, dm))
+    elif layout == "features first":
+        g, k, dbefore = (x.movedim(2, 0).contiguous().movedim(0, 2) for x in (g, k, dbefore))
+    else:
+        g, dm = g[:, :1, :1].expand_as(k), dm[:1, :1, :1].expand_as(k)
+    torch.library.opcheck(maxima.running_maximum, (g, k, initial, "", 1))
+    before = maxima.running_maximum(g, k, initial, "", 1)[1]
+    torch.library.opcheck(maxima.running_maximum_backward, (dm, dbefore, g, k, before, "", 1))
