@@ -4,8 +4,8 @@ Dynamo keeps the function behind it, `F.multi_head_attention_forward`, as one no
 calls it: `nn.MultiheadAttention`, the layers of `nn.Transformer`. `take_apart` puts projections, attention
 and the output's projection in its place, each a node that the other passes know.
 
-Contract: what comes out is the function's own result, masked rows and dropout included. Without the weights,
-`need_weights=False`, the attention is `F.scaled_dot_product_attention`; with them it is a softmax written out, as there.
+Contract: what comes out is the function's own result, masked rows and dropout included. Without the weights
+(`need_weights=False`) the attention is `F.scaled_dot_product_attention`; with them a softmax written out, as there.
 Calls with keys and values beside those of the sequence (`bias_k`, `add_zero_attn`, `static_k`) stay as they are.
 """
 
