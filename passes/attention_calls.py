@@ -65,13 +65,16 @@ class _Call:
         """A new node before the call; a name is a method."""
         graph = self.node.graph
         with graph.inserting_before(self.node):
-            make = graph.call_method if isinstance(target, str) else graph.call_function
-            return inherit(make(target, args, kwargs), self.node)  # type: ignore[operator]
+            if isinstance(target, str):
+                made = graph.call_method(target, args, kwargs)
+            else:
+                made = graph.call_function(target, args, kwargs)
+        return inherit(made, self.node)
 
 
 def _replace(at: _Call) -> None:
     given, batched = at.given, at.query.dim() == 3
-    heads_first = [_heads_first(at, each, batched) for each in _projected(at)]
+    query, key, value = (_heads_first(at, each, batched) for each in _projected(at))
     causal, need_weights = given["is_causal"], given["need_weights"]
     padding = given["key_padding_mask"]
     if causal and padding is None and not need_weights:
@@ -82,11 +85,13 @@ def _replace(at: _Call) -> None:
     dropout = given["dropout_p"] if given["training"] else 0.0
     weights = None
     if need_weights:
-        out, weights = _with_weights(at, *heads_first, mask, dropout)
+        out, weights = _with_weights(at, query, key, value, mask, dropout)
     else:
         out = at.call(
             F.scaled_dot_product_attention,
-            *heads_first,
+            query,
+            key,
+            value,
             attn_mask=mask,
             dropout_p=dropout,
             is_causal=bool(causal),
@@ -152,7 +157,7 @@ def _added(at: _Call, mask: Any) -> fx.Node | None:
     """A mask as a number for each pair: a boolean one, true where nothing is to be seen, becomes minus infinity."""
     held = _value(mask)
     if held is None or held.dtype != torch.bool:
-        return mask  # type: ignore[no-any-return]
+        return mask
     zeros = at.call(torch.zeros_like, mask, dtype=at.query.dtype)
     return at.call("masked_fill", zeros, mask, float("-inf"))
 
