@@ -445,6 +445,8 @@ def _drawn_for_all(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     output = single_output(analysis, user_node)
     if not mixing or not all(map(analysis.is_drawn_for_all, mixing)) or output is None:
         return None
+    if any(map(analysis.own_mixing, mixing)):  # attention counts as random, for its dropout
+        return None
     if analysis.track.sequence_dims(output):
         return None
     written = analysis.shadow.writes.get(user_node, frozenset())

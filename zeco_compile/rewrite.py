@@ -29,6 +29,7 @@ from zeco_compile.debug import DebugDump
 from zeco_compile.lowering import cost_model, symmetric, volume
 from zeco_compile.lowering.links import GroupLinks
 from zeco_compile.passes import (
+    attention_calls,
     by_name,
     checkpoints,
     gather,
@@ -114,6 +115,8 @@ def rewrite(
     refuse_hooks(gm)
     refuse_inner_gradients(gm)
     checkpoints.inline_checkpoints(gm)
+    if ranks.world_size > 1:
+        attention_calls.take_apart(gm)
     scans.with_gradients(gm)
     wiring = recognize.Wiring(settings.schedule, settings.blocks or 0, ranks.group, ranks.world_size)
     work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [], {})
@@ -183,6 +186,7 @@ def _second_look(
 
     def steps(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[second_look.Step]:
         checkpoints.inline_checkpoints(gm)
+        attention_calls.take_apart(gm)
         scans.with_gradients(gm)
         inputs = graph_inputs(gm, example_inputs, work.settings.seq_dim)
         assumed.append(assumptions(gm, inputs, example_inputs))
