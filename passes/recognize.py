@@ -13,6 +13,7 @@ does not pass stays as it is; `verify` refuses it later if nothing else makes it
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -71,6 +72,7 @@ from zeco_compile.passes.roles import (
     own_weight,
     row_factor,
 )
+from zeco_compile.passes.shift_invariance import depends_on_place
 
 log = logging.getLogger(__name__)
 
@@ -259,11 +261,13 @@ def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tup
         )
     reason = "no way to read its inputs as q, k, v and a gate fits the recurrence"
     variants = [(region, analysis)]
+    of_one_piece: Iterator[Roles] | None = None
     if piecewise(region, analysis):
         try:
             if analysis.length > 2 and not complex_numbers:
                 # what one piece shows already need not be found out again for each variant
-                next(find_roles(region, analysis, _affordable(region, analysis, analysis.length)), None)
+                hypotheses = find_roles(region, analysis, _affordable(region, analysis, analysis.length))
+                of_one_piece = itertools.chain([*itertools.islice(hypotheses, 1)], hypotheses)
         except (NotLinearAttention, CannotEvaluate) as why:
             return None, str(why)
         beyond = [
@@ -273,14 +277,23 @@ def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tup
         ]
         inside = [(each, analysis) for each in carrying(region, analysis)]
         variants = [*beyond, *inside, (region, analysis)]
+    sizes_of: dict[
+        tuple[int, bool], list[Sizes]
+    ] = {}  # what is made ready to be run at them is ready for all
     for variant, analysis in variants:
+        key = id(analysis), variant.final_state is None
         try:
-            first, *rest = _probe_sizes(variant, analysis)
+            if key not in sizes_of:
+                sizes_of[key] = _probe_sizes(variant, analysis)
+            first, *rest = sizes_of[key]
             if complex_numbers:
                 found, error = find_complex_roles(variant, analysis, (first, *rest))
                 return Match(variant, found, error, _described(first, *rest), detached=bool(stops)), ""
+            if variant is not region and depends_on_place(variant, analysis, first):
+                continue
             trials = Trials(variant, analysis)
-            for roles in find_roles(variant, analysis, first):
+            known = of_one_piece if variant is region else None
+            for roles in known or find_roles(variant, analysis, first):
                 if roles.is_running_sum and not running_sums:
                     reason = RUNNING_SUM
                     continue
