@@ -371,7 +371,8 @@ def read_out_backward(
     )
     if per_channel(g):
         # Triton 3.6 makes dg wrong for some sizes (K = 17, V = 300) where the tokens of a channel lie side by side
-        v, g, do = (x if x.stride(-1) == 1 else x.contiguous() for x in (v, g, do))
+        v, do = (x if x.stride(-1) == 1 else x.contiguous() for x in (v, do))
+        g = g if g is None or g.stride(-1) == 1 else g.contiguous()
         queries, keys, totals, strong, weights = kept[:5]
         plan.start(
             channel.operands_backward, plan.by_chunk("operands_backward"),
