@@ -285,11 +285,12 @@ def _initial_state_backward_fake(dstate_out: Tensor, dstate: Tensor, log_decay: 
 # ----- all of it, with its gradient
 
 
-def _refuse_second_derivative() -> None:
+def refuse_second_derivative(op: str) -> None:
+    """Raises SecondDerivative in a backward that is to be differentiated itself."""
     if torch.is_grad_enabled():
-        # once_differentiable would leave the path through q, k, v out in silence
+        # once_differentiable would leave the path through the op's inputs out in silence
         raise SecondDerivative(
-            "zeco::gated_linear_attention was differentiated with create_graph=True, and second "
+            f"zeco::{op} was differentiated with create_graph=True, and second "
             "derivatives through it are not implemented. Call backward() or torch.autograd.grad() "
             "without create_graph, or run this model without the zeco backend."
         )
@@ -337,7 +338,7 @@ class _GatedLinearAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor, dfinal: Tensor):
-        _refuse_second_derivative()
+        refuse_second_derivative("gated_linear_attention")
         ops = torch.ops.zeco
         q, k, v, g, state_in, log_decay = ctx.saved_tensors
         scale, output_final_state, schedule, blocks, group = ctx.arguments
@@ -413,7 +414,7 @@ class _FusedGatedLinearAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor, dfinal: Tensor):
-        _refuse_second_derivative()
+        refuse_second_derivative("gated_linear_attention")
         ops = torch.ops.zeco
         q, k, v, g, log_decay, pairs, saved, *kept = ctx.saved_tensors
         scale, output_final_state, schedule, blocks, group, beside = ctx.arguments

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from zeco_compile.kernels import complex_recurrence
 from zeco_compile.kernels.errors import InvalidShapes
-from zeco_compile.lowering import all_scan, attention, op_log  # noqa: F401 (attention defines the scans)
-from zeco_compile.lowering.errors import SecondDerivative
+from zeco_compile.lowering import all_scan, op_log
+from zeco_compile.lowering.attention import refuse_second_derivative  # attention.py defines the scans, too
 from zeco_compile.lowering.groups import members
 from zeco_compile.lowering.registry import LIBRARY, LOCAL_TAGS, define
 
@@ -134,12 +134,7 @@ class _ComplexRecurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dh: Tensor, dfinal: Tensor):
-        if torch.is_grad_enabled():
-            raise SecondDerivative(
-                "zeco::complex_recurrence was differentiated with create_graph=True, and second derivatives through "
-                "it are not implemented. Call backward() or torch.autograd.grad() without create_graph, or run this "
-                "model without the zeco backend."
-            )
+        refuse_second_derivative("complex_recurrence")
         ops = torch.ops.zeco
         a, h, state_in, log_decay = ctx.saved_tensors
         with_initial, with_final, schedule, blocks, group = ctx.arguments

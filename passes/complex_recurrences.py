@@ -39,6 +39,7 @@ from zeco_compile.passes.region import (
     piecewise,
     tolerance,
 )
+from zeco_compile.passes.report import Family
 from zeco_compile.passes.roles import NotLinearAttention
 
 aten = torch.ops.aten
@@ -55,6 +56,10 @@ class ComplexRoles:
     initial_state: fx.Node | None
     axes: CanonicalAxes
     scale: float = 1.0
+
+    @property
+    def family(self) -> Family:
+        return "complex"
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:

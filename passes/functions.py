@@ -26,6 +26,7 @@ from zeco_compile.passes.axis_rules.walk import track_axes
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.length import depends_on
 from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.modes import has_gradient
 from zeco_compile.passes.region import CannotEvaluate, Sizes
 from zeco_compile.passes.sizes import SizeFacts
 from zeco_compile.passes.tracking import Tracking
@@ -90,7 +91,7 @@ def _reason(analysis: Analysis, node: fx.Node) -> str | None:
     places = {id(a): i for i, a in enumerate(tensors)}
     numbers = {id(a): _number(a, sizes) for a in arguments if id(a) not in places}
     bodies = [analysis.gm.get_submodule(str(a.target)) for a in node.args if _is_body(analysis, a)]  # type: ignore[union-attr]
-    wanted = [i for i, value in enumerate(values) if _may_require_grad(value)]
+    wanted = [i for i, value in enumerate(values) if has_gradient(value)]
 
     def forward(*given: torch.Tensor) -> list[torch.Tensor]:
         called = [given[places[id(a)]] if id(a) in places else numbers[id(a)] for a in arguments]
@@ -101,13 +102,13 @@ def _reason(analysis: Analysis, node: fx.Node) -> str | None:
 
     def backward(*given: torch.Tensor) -> list[torch.Tensor | None]:
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(_may_require_grad(x)) for x in given[: len(values)]]
+            leaves = [x.detach().requires_grad_(has_gradient(x)) for x in given[: len(values)]]
             results = forward(*leaves)
             ups = list(given[len(values) :])
             return list(torch.autograd.grad(results, [leaves[i] for i in wanted], ups, allow_unused=True))
 
     with torch.enable_grad():
-        results = forward(*(v.clone().requires_grad_(_may_require_grad(v)) for v in values))
+        results = forward(*(v.clone().requires_grad_(has_gradient(v)) for v in values))
     if not results or not wanted:
         return None
     ups = [_drawn(result.shape, result) for result in results]
@@ -205,14 +206,10 @@ def _is_body(analysis: Analysis, argument: Any) -> bool:
     return isinstance(getattr(analysis.gm, str(argument.target), None), torch.nn.Module)
 
 
-def _may_require_grad(value: torch.Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
-
-
 def _drawn(shape: Any, like: torch.Tensor) -> torch.Tensor:
     if torch.Size(shape).numel() > _MOST_ELEMENTS:
         raise CannotEvaluate("it is too large")
-    if not _may_require_grad(like):
+    if not has_gradient(like):
         return torch.zeros(list(shape), dtype=like.dtype)
     return torch.rand(list(shape), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
         like.dtype

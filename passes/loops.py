@@ -72,17 +72,10 @@ class Unable(Exception):
 
 
 def lift_steps(analysis: Analysis, decisions: list[Decision]) -> int:
-    """Rewrites the graph of `analysis`; returns how many functions were moved.
-
-    With a length of one, or a symbolic one, there is no loop to be seen, and nothing is done.
-    """
-    if not isinstance(analysis.length, int) or analysis.length < 2:
+    """Rewrites the graph of `analysis`; returns how many functions were moved."""
+    emitter = emitter_for(analysis, decisions)
+    if emitter is None:
         return 0
-    plain = plainly_run(analysis)
-    found, touched = families(analysis, plain)
-    if not found:
-        return 0
-    emitter = Emitter(analysis, found, touched, plain, decisions)
     moved = emitter.unmask() + emitter.lift() + emitter.sink()
     emitter.sweep()
     return moved
@@ -91,7 +84,17 @@ def lift_steps(analysis: Analysis, decisions: list[Decision]) -> int:
 # ------------------------------------------------------------------------------------------------------- finding
 
 
-def families(
+def emitter_for(analysis: Analysis, decisions: list[Decision]) -> Emitter | None:
+    """What writes the families of a loop over the sequence; None where no loop is to be seen, as with a length of one,
+    or a symbolic one."""
+    if not isinstance(analysis.length, int) or analysis.length < 2:
+        return None
+    plain = _plainly_run(analysis)
+    found, touched = _families(analysis, plain)
+    return Emitter(analysis, found, touched, plain, decisions) if found else None
+
+
+def _families(
     analysis: Analysis, plain: Callable[[fx.Node], bool]
 ) -> tuple[dict[fx.Node, Family], set[fx.Node]]:
     """The families of all steps, or of all but the last: nodes of the shadow -> the family whose step they are; and all
@@ -150,7 +153,7 @@ def families(
     return {n: f for n, (f, _) in of.items() if set(f.steps) >= set(range(max(2, length - 1)))}, touched
 
 
-def plainly_run(analysis: Analysis) -> Callable[[fx.Node], bool]:
+def _plainly_run(analysis: Analysis) -> Callable[[fx.Node], bool]:
     """Whether an ATen node runs as the model was called: no other mode, and no backward of its own."""
     mode_of = modes(analysis.gm.graph)
 

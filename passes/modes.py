@@ -130,7 +130,7 @@ def reason_against(analysis: Analysis, interior: Iterable[fx.Node], at: fx.Node)
         value = node.meta.get("val")
         if origin is None or analysis.is_constant(node) or not isinstance(value, torch.Tensor):
             continue
-        if not _has_gradient(value):
+        if not has_gradient(value):
             continue
         if changes_gradient(origin) or node.target is aten.detach.default:
             return f"{expression(origin, str(origin))} in it changes the gradient, or stops it"
@@ -163,7 +163,7 @@ def without_gradient(analysis: Analysis, interior: Collection[fx.Node], output: 
             stops.add(node)
             continue
         value = node.meta.get("val")
-        if analysis.is_constant(node) or not _has_gradient(value):
+        if analysis.is_constant(node) or not has_gradient(value):
             continue
         if node not in inside:
             return set()
@@ -173,7 +173,7 @@ def without_gradient(analysis: Analysis, interior: Collection[fx.Node], output: 
     return stops
 
 
-def _has_gradient(value: object) -> bool:
+def has_gradient(value: object) -> bool:
     """It may have one: a number, and a tensor of whole numbers, does not."""
     if isinstance(value, torch.Tensor):
         return value.dtype.is_floating_point or value.dtype.is_complex

@@ -165,15 +165,11 @@ def recognize(
         found.matches.append(match)
         if not_again or later:
             _add_following(behind, outputs[0])
-        log.info("linear attention (%s) at %s", _family(match), user_location(user_node))
+        log.info("linear attention (%s) at %s", match.roles.family, user_location(user_node))
         return True
 
     assign_states(analysis, handled, settle)
     return found
-
-
-def _family(match: Match) -> str:
-    return "complex" if isinstance(match.roles, ComplexRoles) else match.roles.family
 
 
 def _add_following(known: set[fx.Node], node: fx.Node) -> None:
@@ -277,9 +273,8 @@ def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tup
         ]
         inside = [(each, analysis) for each in carrying(region, analysis)]
         variants = [*beyond, *inside, (region, analysis)]
-    sizes_of: dict[
-        tuple[int, bool], list[Sizes]
-    ] = {}  # what is made ready to be run at them is ready for all
+    # what is made ready to be run at these is ready for all variants
+    sizes_of: dict[tuple[int, bool], list[Sizes]] = {}
     for variant, analysis in variants:
         key = id(analysis), variant.final_state is None
         try:
@@ -535,8 +530,12 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
                 "what it leaves behind for the next call is not the state of the recurrence"
             )
         state_scale = _rounded(found)
-    gate = None if isinstance(roles, ComplexRoles) else _gate_source(analysis, roles)
-    needed = _needed(roles, gate)
+    gate: _Gate = (None, None, None)
+    if isinstance(roles, ComplexRoles):
+        needed = list(roles.inputs)
+    else:
+        gate = _gate_source(analysis, roles)
+        needed = _needed(roles, gate)
     # What an operator has taken the place of is held by its result, and not under the old name any more.
     held = {
         value: shadow.rewritten.get(value, holder)
@@ -567,7 +566,6 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
             wired = wiring.schedule, wiring.blocks, wiring.group
             call, o, last = emit_recurrence(ops, roles, values, bool(state_readers), wired)
         else:
-            assert gate is not None, "it has been looked for"
             call, o, last = _emit_attention(ops, match, roles, gate, values, bool(state_readers), wiring)
         keep_if_any(call, region.user_nodes)
         if match.detached:
@@ -592,11 +590,8 @@ _Gate = tuple[fx.Node | None, GateForm | None, fx.Node | None]
 """What `_gate_source` gives."""
 
 
-def _needed(roles: Roles | ComplexRoles, gate: _Gate | None) -> list[fx.Node]:
+def _needed(roles: Roles, gate: _Gate) -> list[fx.Node]:
     """The values that the operator is made from."""
-    if isinstance(roles, ComplexRoles) or gate is None:
-        assert isinstance(roles, ComplexRoles), "only its decay is no gate"
-        return list(roles.inputs)
     needed = [*roles.q, *roles.k, *roles.v, *(node for node in (gate[0], gate[2]) if node is not None)]
     needed += [node for node, _ in roles.gates[1:]]
     needed += roles.own.inputs if roles.own is not None else ()
@@ -785,7 +780,7 @@ def _size_source(axes: CanonicalAxes, values: dict[fx.Node, fx.Node], atom: Atom
     raise NotLinearAttention(f"no input has a dimension of the symbolic size {atom.size} by itself")
 
 
-def _gate_source(analysis: Analysis, roles: Roles) -> tuple[fx.Node | None, GateForm | None, fx.Node | None]:
+def _gate_source(analysis: Analysis, roles: Roles) -> _Gate:
     """The gate's input, or what it was computed from: the log decay under an `exp`, the logits under a sigmoid. And
     where the state is kept, if the decay is that times a mask (`a * ~reset`): elsewhere the log decay is -inf.
 
@@ -938,10 +933,10 @@ def _erase(analysis: Analysis, region: Region) -> None:
             graph.erase_node(node)
 
 
-def _report(analysis: Analysis, match: Match, number: int, gate: _Gate | None) -> RegionReport:
+def _report(analysis: Analysis, match: Match, number: int, gate: _Gate) -> RegionReport:
     roles, region = match.roles, match.region
-    if isinstance(roles, ComplexRoles) or gate is None:
-        return _complex_report(analysis, match, number)
+    if isinstance(roles, ComplexRoles):
+        return _complex_report(analysis, match, roles, number)
     gate_node, gate_form, _ = gate
     entries: dict[str, Role] = {}
     entering = {node: entrance.name for node, entrance in roles.entering}
@@ -986,9 +981,8 @@ def _report(analysis: Analysis, match: Match, number: int, gate: _Gate | None) -
     )
 
 
-def _complex_report(analysis: Analysis, match: Match, number: int) -> RegionReport:
-    roles, region = match.roles, match.region
-    assert isinstance(roles, ComplexRoles), "of these only"
+def _complex_report(analysis: Analysis, match: Match, roles: ComplexRoles, number: int) -> RegionReport:
+    region = match.region
     entries: dict[str, Role] = {}
     for role, nodes in (("a", roles.decays), ("u", roles.written)):
         for i, node in enumerate(nodes):
@@ -1001,7 +995,7 @@ def _complex_report(analysis: Analysis, match: Match, number: int) -> RegionRepo
     itemsize = roles.axes.output.meta["val"].dtype.itemsize
     return RegionReport(
         name=f"attention_{number}",
-        family="complex",
+        family=roles.family,
         how="by meaning",
         location=user_location(_end(analysis, region)),
         roles=entries,

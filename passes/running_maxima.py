@@ -25,7 +25,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from zeco_compile.passes.analysis import Analysis
-from zeco_compile.passes.loops import Emitter, Place, Unable, Whole, families, plainly_run
+from zeco_compile.passes.loops import Emitter, Place, Unable, Whole, emitter_for
 from zeco_compile.passes.masked_updates import Expression, Reading, computed, leaves_of, shown
 from zeco_compile.passes.plans import Ranks, settle
 from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
@@ -48,16 +48,12 @@ class _Update:
 
 
 def lift_maxima(analysis: Analysis, ranks: Ranks, decisions: list[Decision]) -> int:
-    """With a length of one, or a symbolic one, there is no loop to be seen, and nothing is done."""
-    if not isinstance(analysis.length, int) or analysis.length < 2:
-        return 0
+    """Rewrites the graph of `analysis`; returns how many maxima were found."""
     if not any(node.target is aten.maximum.default for node in analysis.shadow.graph.nodes):
         return 0
-    plain = plainly_run(analysis)
-    found, touched = families(analysis, plain)
-    if not found:
+    emitter = emitter_for(analysis, decisions)
+    if emitter is None:
         return 0
-    emitter = Emitter(analysis, found, touched, plain, decisions)
     steps = _Steps(analysis, emitter)
     lifted = 0
     for chain in list(steps.chains()):

@@ -114,10 +114,7 @@ def rewrite(
     """
     refuse_hooks(gm)
     refuse_inner_gradients(gm)
-    checkpoints.inline_checkpoints(gm)
-    if ranks.world_size > 1:
-        attention_calls.take_apart(gm)
-    scans.with_gradients(gm)
+    _write_out(gm, ranks)
     wiring = recognize.Wiring(settings.schedule, settings.blocks or 0, ranks.group, ranks.world_size)
     work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [], {})
     first = work.analyse()
@@ -179,15 +176,21 @@ def rewrite(
     return Rewritten(list(work.masks.values()), work.output_dims)
 
 
+def _write_out(gm: fx.GraphModule, ranks: Ranks) -> None:
+    """What Dynamo keeps in one node, or behind one, is in the graph itself."""
+    checkpoints.inline_checkpoints(gm)
+    if ranks.world_size > 1:
+        attention_calls.take_apart(gm)
+    scans.with_gradients(gm)
+
+
 def _second_look(
     work: _Rewriting, seen: list[second_look.Step], length: Any, assumed: list[Assumptions]
 ) -> second_look.SecondLook:
     """A look at the model as a longer sequence has it; what the trace of that assumes is added to `assumed`."""
 
     def steps(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[second_look.Step]:
-        checkpoints.inline_checkpoints(gm)
-        attention_calls.take_apart(gm)
-        scans.with_gradients(gm)
+        _write_out(gm, work.ranks)
         inputs = graph_inputs(gm, example_inputs, work.settings.seq_dim)
         assumed.append(assumptions(gm, inputs, example_inputs))
         again = replace(
