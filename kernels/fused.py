@@ -66,7 +66,9 @@ def _on_its_device(part: Callable[_Arguments, _Result]) -> Callable[_Arguments, 
 
     @functools.wraps(part)
     def guarded(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        device = next(x.device for x in args if isinstance(x, Tensor))
+        first = args[0]
+        assert isinstance(first, Tensor)
+        device = first.device
         if device.type != "cuda" or device.index == torch.cuda.current_device():
             return part(*args, **kwargs)
         with torch.cuda.device(device):
