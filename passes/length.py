@@ -114,7 +114,8 @@ def request_constant_length(
     gm: fx.GraphModule, inputs: Sequence[GraphInput], example_inputs: Sequence[Any]
 ) -> None:
     """Asks Dynamo for a trace with a constant length, by raising its restart, where the one with a symbol holds for a
-    narrow range of lengths only. A loop over `T // 64` chunks leaves such a symbol, which is of no use."""
+    narrow range of lengths only. A loop over `T // 64` chunks leaves such a symbol, which is of no use. Where the
+    length is a constant, so are the other sizes."""
     mode, fakes = torch_private.fake_inputs(gm, example_inputs)
     along = [(each.index, each.along) for each in inputs if each.along is not None]
     symbols = {s for index, dim in along for s in torch_private.symbols_of_size(fakes[index].shape[dim])}
@@ -123,6 +124,10 @@ def request_constant_length(
         for index, dim in along:
             torch_private.mark_constant(example_inputs[index], dim)
         torch_private.restart_trace("zeco: trace the sequence length as a constant")
+    lengths = [fakes[index].shape[dim] for index, dim in along]
+    if not symbols and any(isinstance(length, int) and length > 1 for length in lengths):
+        # such a trace is compared with one at another length, number by number, and that has no other symbols
+        request_constant_sizes(gm, inputs, example_inputs)
 
 
 def request_constant_sizes(

@@ -34,6 +34,7 @@ from zeco_compile.passes.modes import AS_CALLED, changes_gradient, modes
 from zeco_compile.passes.region import is_inexact
 from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
 from zeco_compile.passes.schema import argument, is_random, operand, operands
+from zeco_compile.passes.sizes import at_hand
 
 log = logging.getLogger(__name__)
 
@@ -227,8 +228,11 @@ def _own_elements(node: fx.Node, operands: Sequence[tuple[fx.Node, int]]) -> int
 
 
 def _elements(node: fx.Node) -> int:
+    """Of its values, for the inputs at hand: what is larger than what decides where a loop is cut, and nothing else."""
     return sum(
-        int(leaf.numel()) for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)
+        at_hand(leaf.numel())
+        for leaf in pytree.tree_leaves(node.meta["val"])
+        if isinstance(leaf, torch.Tensor)
     )
 
 

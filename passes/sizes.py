@@ -187,6 +187,15 @@ def size_of(value: Any) -> Size:
     return int(value)
 
 
+def at_hand(value: Any) -> int:
+    """An int or SymInt as it is for the inputs at hand. To ask a SymInt itself would bind the trace to the answer."""
+    size = size_of(value)
+    if isinstance(size, int):
+        return size
+    hints = facts_of(value.node.shape_env).hints
+    return int(size.xreplace({symbol: sympy.Integer(hint) for symbol, hint in hints.items()}))
+
+
 def same_size(a: Size, b: Size) -> bool:
     """Equal whatever the symbols are (never: equal for the sizes at hand)."""
     if isinstance(a, int) and isinstance(b, int):

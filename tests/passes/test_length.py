@@ -124,3 +124,35 @@ def _batches(dynamic: bool | None, mark: bool) -> float:
 @pytest.mark.parametrize(("dynamic", "mark"), [(None, False), (True, False), (None, True)])
 def test_batches_of_other_sizes_and_one_marked_input_of_two(dynamic: bool | None, mark: bool) -> None:
     assert max(run_on_ranks(_batches, dynamic, mark, world_size=2)) < 1e-5
+
+
+def _loop_over_batches(dynamic: bool | None) -> float:
+    """The largest difference of a loop over the tokens, called with batches and lengths of other sizes."""
+    import torch.distributed as dist
+
+    torch._dynamo.reset()
+
+    def loop(x: torch.Tensor) -> torch.Tensor:
+        state, out = torch.zeros_like(x[:, 0, :3, None]), []
+        for t in range(x.shape[1]):
+            k, v, q, a = x[:, t].split(3, dim=-1)
+            state = state * a.sigmoid()[..., None] + k[..., None] * v[:, None]
+            out.append(torch.einsum("bk,bkv->bv", q, state))
+        return torch.stack(out, 1)
+
+    compiled = torch.compile(
+        loop, backend="zeco", fullgraph=True, dynamic=dynamic, options={"codegen": "aot_eager"}
+    )
+    worst = 0.0
+    for batch, length in ((3, 8), (2, 8), (5, 8), (5, 12)):
+        whole = torch.randn(batch, length, 12, generator=torch.Generator().manual_seed(batch)).double()
+        own = [each.clone() for each in whole.chunk(dist.get_world_size(), 1)][dist.get_rank()]
+        wanted = loop(whole).chunk(dist.get_world_size(), 1)[dist.get_rank()]
+        worst = max(worst, float((compiled(own) - wanted).abs().max()))
+    torch._dynamo.reset()
+    return worst
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_loop_takes_batches_of_other_sizes(dynamic: bool | None) -> None:
+    assert max(run_on_ranks(_loop_over_batches, dynamic, world_size=2)) < 1e-12

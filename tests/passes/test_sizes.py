@@ -7,7 +7,7 @@ import torch
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from zeco_compile.passes import torch_private
-from zeco_compile.passes.sizes import SizeFacts, facts_of, same_size
+from zeco_compile.passes.sizes import SizeFacts, at_hand, facts_of, same_size
 
 s, t, b = (sympy.Symbol(name, positive=True, integer=True) for name in "stb")
 PADDED = s + Mod(4 - Mod(s, 4), 4)
@@ -64,6 +64,7 @@ def test_the_facts_of_a_trace():
         mode, fakes = torch_private.fake_inputs(gm, example_inputs)
         tensor = next(f for f in fakes if isinstance(f, torch.Tensor))
         seen.append((facts_of(mode.shape_env), tensor.shape[1].node.expr))
+        assert at_hand(tensor.numel()) == 48
         assert facts_of(mode.shape_env) is seen[0][0], "nothing new is known"
         return gm
 
