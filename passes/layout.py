@@ -122,10 +122,11 @@ class CanonicalAxes:
         )
 
     def covers(self, kind: Canonical, node: fx.Node) -> bool:
-        """Every axis of the value is one of the layout's."""
+        """Every axis of the value is one of the layout's, and none is there twice, as of a square matrix."""
         track = self.analysis.track
         known = {atom for group in self.groups(kind) for atom in group}
-        return all(atom in known for dim in track.dims(node) for atom in track.axes.flat(dim))
+        have = [atom for dim in track.dims(node) for atom in track.axes.flat(dim)]
+        return known.issuperset(have) and len(set(have)) == len(have)
 
     def groups(self, kind: Canonical) -> list[tuple[Atom, ...]]:
         """The dimensions of a layout, each as its atoms."""

@@ -133,20 +133,24 @@ def request_constant_length(
 def request_constant_sizes(
     gm: fx.GraphModule, inputs: Sequence[GraphInput], example_inputs: Sequence[Any]
 ) -> None:
-    """Asks Dynamo for a trace in which all sizes but the length are constants, by raising its restart, but for those
-    that the user has marked. For what cannot be compiled with them: of a batch that varies, too, and is folded with the
-    sequence, it cannot be said which rows are whose."""
+    """Asks Dynamo for a trace in which Python floats and all sizes but the length are constants, by raising its
+    restart, but for sizes that the user has marked. For what cannot be compiled with them: of a batch that varies, too,
+    and is folded with the sequence, it cannot be said which rows are whose."""
     _, fakes = torch_private.fake_inputs(gm, example_inputs)
-    asked = False
+    floats = torch_private.symbolic_floats(gm)
+    for symbol in floats:
+        torch_private.mark_constant_float(symbol)
+    asked = bool(floats)
     for each in inputs:
         tensor, fake = example_inputs[each.index], fakes[each.index]
         if not isinstance(fake, torch.Tensor):
             continue
+        # where all sizes vary, one that is a constant may have had the length's symbol, and have made it one as well
+        varies = torch_private.all_sizes_vary() and each.kind == "argument"
         for dim, size in enumerate(fake.shape):
-            wanted = isinstance(size, torch.SymInt) and dim != each.along
+            wanted = (varies or isinstance(size, torch.SymInt)) and dim != each.along
             if wanted and not torch_private.may_vary(tensor, dim):
-                torch_private.mark_constant(tensor, dim)
-                asked = True
+                asked = torch_private.mark_constant(tensor, dim) or asked
     if asked:
         torch_private.restart_trace("zeco: trace all sizes but the sequence length as constants")
 

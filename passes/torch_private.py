@@ -23,7 +23,7 @@ from torch._dynamo.exc import (
     UncapturedHigherOrderOpError,
 )
 from torch._dynamo.source import LocalSource, TensorPropertySource
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import ChainedSource, CompileContext, TracingContext
 from torch._higher_order_ops.effects import _EffectType as EffectType
@@ -439,15 +439,31 @@ def _put_in_place_of(node: fx.Node, number: int) -> None:
         user.args, user.kwargs = fx.node.map_arg(user.args, changed), fx.node.map_arg(user.kwargs, changed)
 
 
-def mark_constant(tensor: torch.Tensor, dim: int) -> None:
-    """Asks Dynamo to trace a size as a constant, whatever `mark_weakly_dynamic` has asked for.
+def mark_constant(tensor: torch.Tensor, dim: int) -> bool:
+    """Asks Dynamo to trace a size as a constant, whatever `mark_weakly_dynamic` has asked for. False if it was asked
+    before.
 
     ``torch._dynamo.mark_static`` does nothing while Dynamo compiles, so its attributes are set here.
     """
     marked: Any = tensor
+    if dim in getattr(tensor, "_dynamo_static_indices", ()):
+        return False
     marked._dynamo_weak_dynamic_indices = getattr(tensor, "_dynamo_weak_dynamic_indices", set()) - {dim}
     marked._dynamo_static_indices = getattr(tensor, "_dynamo_static_indices", set()) | {dim}
     marked._has_dynamo_dim_marking = True
+    return True
+
+
+def symbolic_floats(gm: fx.GraphModule) -> set[str]:
+    """The names of the symbols that stand for Python floats in Dynamo's graph."""
+    values = (node.meta.get("example_value") for node in gm.graph.nodes)
+    own = (value.node._expr for value in values if isinstance(value, torch.SymFloat))
+    return {expression.name for expression in own if expression.is_Symbol}
+
+
+def mark_constant_float(symbol: str) -> None:
+    """Asks Dynamo to trace a Python float as a constant, by the name of its symbol, when the trace is restarted."""
+    TensorifyState.specialize(symbol)
 
 
 def restart_trace(reason: str) -> NoReturn:

@@ -156,3 +156,60 @@ def _loop_over_batches(dynamic: bool | None) -> float:
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_loop_takes_batches_of_other_sizes(dynamic: bool | None) -> None:
     assert max(run_on_ranks(_loop_over_batches, dynamic, world_size=2)) < 1e-12
+
+
+def _loop_with_a_float(dynamic: bool | None) -> list[float]:
+    """The differences of a loop whose decay is a Python number of the model's, one for each value of that number."""
+    import torch.distributed as dist
+
+    class Average(torch.nn.Module):
+        decay = 0.5
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h, out = torch.zeros_like(x[:, 0]), []
+            for t in range(x.shape[1]):
+                h = self.decay * h + (1 - self.decay) * x[:, t]
+                out.append(h)
+            return torch.stack(out, 1)
+
+    torch._dynamo.reset()
+    model, found = Average(), []
+    compiled = torch.compile(
+        model, backend="zeco", fullgraph=True, dynamic=dynamic, options={"codegen": "aot_eager"}
+    )
+    whole = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(0)).double()
+    for decay in (0.5, 0.75, 0.9):
+        model.decay = decay
+        own, wanted = (x.chunk(dist.get_world_size(), 1)[dist.get_rank()] for x in (whole, model(whole)))
+        found.append(float((compiled(own.clone()) - wanted).abs().max()))
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_loop_takes_a_float_that_changes(dynamic: bool | None) -> None:
+    for found in run_on_ranks(_loop_with_a_float, dynamic, world_size=2):
+        assert max(found) < 1e-12
+
+
+def _positions_of_a_square(dynamic: bool | None) -> float:
+    """The difference of a model with as many channels as a rank has tokens."""
+    import torch.distributed as dist
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.arange(x.shape[1] - 1, -1, -1)[:, None]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        model, backend="zeco", fullgraph=True, dynamic=dynamic, options={"codegen": "aot_eager"}
+    )
+    x = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(0))
+    own, wanted = (each.chunk(dist.get_world_size(), 1)[dist.get_rank()] for each in (x, model(x)))
+    difference = float((compiled(own.clone()) - wanted).abs().max())
+    torch._dynamo.reset()
+    return difference
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_channels_as_many_as_tokens_do_not_fix_the_length(dynamic: bool | None) -> None:
+    assert max(run_on_ranks(_positions_of_a_square, dynamic, world_size=2)) == 0.0

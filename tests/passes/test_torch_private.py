@@ -258,6 +258,33 @@ def test_a_backend_can_ask_for_a_constant_again():
     torch._dynamo.reset()
 
 
+def test_a_size_is_marked_constant_once():
+    x = torch.randn(2, 5)
+    assert torch_private.mark_constant(x, 1)
+    assert not torch_private.mark_constant(x, 1), "asked twice, a trace would restart for ever"
+
+
+def test_a_backend_can_ask_for_constant_floats():
+    torch._dynamo.reset()
+    seen = []
+
+    def backend(gm, example_inputs):
+        floats = torch_private.symbolic_floats(gm)
+        seen.append(len(floats))
+        for symbol in floats:
+            torch_private.mark_constant_float(symbol)
+        if floats:
+            torch_private.restart_trace("constant floats")
+        return gm.forward
+
+    scaled = torch.compile(lambda x, a: x * a + (1 - a), backend=backend, dynamic=True)
+    x = torch.randn(2, 5)
+    for a in (0.5, 0.25):
+        assert torch.allclose(scaled(x, a), x * a + (1 - a))
+    assert seen == [1, 0, 1, 0]
+    torch._dynamo.reset()
+
+
 class _Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
