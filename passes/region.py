@@ -725,6 +725,10 @@ def _prepared(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> _Op:
         return _shaped_like(node, sizes)
     if is_random(node):
         raise CannotEvaluate(f"{target} is random")
+    if _asks_other_ranks(target):
+        raise CannotEvaluate(
+            f"{target} computes with other ranks"
+        )  # which are not asked while a graph is compiled
     args = list(pytree.tree_map(number_of, node.args))
     kwargs = dict(pytree.tree_map(number_of, node.kwargs))
     made = node.meta.get("val")
@@ -753,6 +757,13 @@ def _prepared(node: fx.Node, env: Mapping[fx.Node, Any], sizes: Sizes) -> _Op:
             raise CannotEvaluate(f"{sizes.analysis.described(node)} ({target}): {error}") from error
 
     return op
+
+
+def _asks_other_ranks(target: Any) -> bool:
+    """An op of ours that an earlier pass has put in: it would be a message to ranks that may not evaluate this."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "zeco":
+        return False
+    return any(argument_.name == "group" for argument_ in target._schema.arguments)
 
 
 def _open(tree: Any) -> list[fx.Node]:
