@@ -8,7 +8,7 @@ gradient or gives it another value is no part of a function of values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import fx
@@ -25,10 +25,11 @@ AS_CALLED: Mode = ("as it was called",)
 
 
 def modes(graph: fx.Graph) -> dict[fx.Node, Mode]:
-    """The mode in which each node runs: whether gradients are on, and the contexts that it is in."""
+    """The mode in which each node runs: whether gradients are on, and the contexts that it is in, but for those that
+    change nothing."""
     (as_called,) = AS_CALLED
     grad = as_called
-    entered: list[object] = []
+    entered: list[fx.Node] = []
     out: dict[fx.Node, Mode] = {}
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
@@ -38,8 +39,24 @@ def modes(graph: fx.Graph) -> dict[fx.Node, Mode]:
             entered.append(node)
         elif name.startswith("_exit_") and entered:
             entered.pop()
-        out[node] = (grad, *entered)
+        out[node] = (
+            grad,
+            *(each for at, each in enumerate(entered) if not _changes_nothing(each, entered[:at])),
+        )
     return out
+
+
+def _changes_nothing(entering: fx.Node, around: Sequence[fx.Node]) -> bool:
+    """An autocast that is off where none is on, as around what is to stay in float32."""
+    if not _is_autocast(entering):
+        return False
+    kind, _, enabled, *_ = entering.args
+    inside = any(other.args[:1] == (kind,) and other.args[2] for other in around if _is_autocast(other))
+    return not enabled and not inside and not torch.is_autocast_enabled(str(kind))
+
+
+def _is_autocast(entering: fx.Node) -> bool:
+    return getattr(entering.target, "__name__", "") == "_enter_autocast"
 
 
 _STOPS = ("detach", "detach_", "_get_data_attr", "requires_grad_", "register_hook")

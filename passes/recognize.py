@@ -34,7 +34,6 @@ from zeco_compile.passes.complex_recurrences import (
     find_complex_roles,
     is_complex,
 )
-from zeco_compile.passes.cumulative import CUMULATIVE
 from zeco_compile.passes.layout import Canonical, CanonicalAxes, GraphOperations, arrange, disarrange
 from zeco_compile.passes.length import depends_on
 from zeco_compile.passes.locations import expression, user_location
@@ -72,6 +71,7 @@ from zeco_compile.passes.roles import (
     own_weight,
     row_factor,
 )
+from zeco_compile.passes.schema import operand
 from zeco_compile.passes.shift_invariance import depends_on_place
 
 log = logging.getLogger(__name__)
@@ -193,15 +193,23 @@ def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
         return False
     if not _has_all_rows(analysis, node) or analysis.is_misaligned(node):
         return False
+    written_on = any(user.target in _WRITES and operand(user, 0) is node for user in node.users)
     for user in node.users:
         if analysis.user_node(user) is group and user.op != "output":
             continue
         kinds = {action.kind for action in analysis.own_mixing(user)}
-        if not kinds or kinds == {"reduce"} or user.target in CUMULATIVE:
+        if kinds <= _OF_ALL_ROWS:
             return True
-        if kinds == {"select"} and not isinstance(analysis.length, int):
-            return True  # the last token; with a constant length it may be a step of a loop
+        if kinds == {"select"} and not written_on:
+            return True  # the last token, or the steps of another loop
     return False
+
+
+_WRITES = (aten.select_scatter.default, aten.slice_scatter.default)
+
+
+_OF_ALL_ROWS = frozenset({"reduce", "along", "convolve"})
+"""What is done with the rows of a value as with those of one sequence: sums, softmax, cumulative ops, convolutions."""
 
 
 def _has_all_rows(analysis: Analysis, node: fx.Node) -> bool:
