@@ -36,6 +36,7 @@ from zeco_compile.passes.complex_recurrences import (
 )
 from zeco_compile.passes.layout import Canonical, CanonicalAxes, GraphOperations, arrange, disarrange
 from zeco_compile.passes.length import depends_on
+from zeco_compile.passes.linearity import first_not_affine
 from zeco_compile.passes.locations import expression, user_location
 from zeco_compile.passes.modes import modes, reason_against, without_gradient
 from zeco_compile.passes.plans import settle
@@ -291,6 +292,8 @@ def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tup
             first, *rest = sizes_of[key]
             if complex_numbers:
                 found, error = find_complex_roles(variant, analysis, (first, *rest))
+                for node in found.inputs:
+                    _refuse_not_affine(variant, analysis, node, powers=node in found.decays)
                 return Match(variant, found, error, _described(first, *rest), detached=bool(stops)), ""
             if variant is not region and depends_on_place(variant, analysis, first):
                 continue
@@ -302,10 +305,30 @@ def _match_region(analysis: Analysis, region: Region, running_sums: bool) -> tup
                     continue
                 match = _checked(trials, roles, (first, *rest))
                 if match is not None:
+                    for node in _linear_inputs(roles):
+                        _refuse_not_affine(variant, analysis, node)
                     return replace(match, detached=bool(stops)), ""
         except (NotLinearAttention, CannotEvaluate) as why:
             reason = str(why)
     return None, reason
+
+
+def _linear_inputs(roles: Roles) -> list[fx.Node]:
+    """The inputs that the region is said to be affine in: all but gates, and those that a function of enters."""
+    others = {node for node, _ in (*roles.gates, *roles.entering)}
+    own = roles.own.inputs if roles.own is not None else ()
+    initial = () if roles.initial_state is None else (roles.initial_state,)
+    return [n for n in dict.fromkeys((*roles.v, *roles.k, *roles.q, *own, *initial)) if n not in others]
+
+
+def _refuse_not_affine(region: Region, analysis: Analysis, node: fx.Node, *, powers: bool = False) -> None:
+    """Raises NotLinearAttention where the numbers that were tried do not show what an op does to others."""
+    bends = first_not_affine(region, analysis, node, powers=powers)
+    if bends is not None:
+        raise NotLinearAttention(
+            f"{analysis.described(bends)} in it depends on {analysis.described(node)} by an op that is not linear for "
+            "all numbers, though it was for those tried"
+        )
 
 
 _WIDEST = (torch.float64, torch.complex128)

@@ -29,7 +29,7 @@ from zeco_compile.passes.loops import Emitter, Place, Unable, Whole, emitter_for
 from zeco_compile.passes.masked_updates import Expression, Reading, computed, leaves_of, shown
 from zeco_compile.passes.plans import Ranks, settle
 from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
-from zeco_compile.passes.schema import operand
+from zeco_compile.passes.schema import is_random, operand
 
 log = logging.getLogger(__name__)
 
@@ -291,6 +291,8 @@ class _Lifting:
         group = self.shadow.groups.get(user_node, [])
         if self.shadow.value.get(user_node) is not value or any(n not in self.floating for n in group):
             raise Unable(f"`{value}` is a part of what `{user_node}` makes")
+        if any(map(is_random, group)):
+            raise Unable(f"`{user_node}` draws numbers, and would draw others a second time")
         if user_node in self.shadow.writes or user_node in self.emitter.mutable:
             raise Unable(f"`{user_node}` is written to")
         if any(s in self.emitter.mutable for s in user_node.all_input_nodes):

@@ -34,6 +34,7 @@ def _lifted(function: Callable[..., Any], *inputs: Tensor) -> int:
         for leaf, x in zip(leaves, inputs, strict=True):
             if x.shape[1] != 5:
                 mark_sequence(leaf, None)
+        torch.manual_seed(0)
         outputs = call(*leaves)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         sum((o * torch.linspace(1, 2, o.numel()).view(o.shape)).sum() for o in outputs).backward()
@@ -141,6 +142,19 @@ def test_read_in_either_step() -> None:
         return torch.stack(out, 1), before
 
     assert _lifted(function, *_inputs()) == 1
+
+
+def test_random_numbers_of_it_are_drawn_once() -> None:
+    def function(z: Tensor, i: Tensor, f: Tensor) -> Tensor:
+        m, out = z.new_zeros(2, 4), []
+        dropped = torch.nn.functional.dropout(m + 1)
+        for t in range(z.shape[1]):
+            before, m = dropped, torch.maximum(m + f[:, t], i[:, t])
+            dropped = torch.nn.functional.dropout(m + 1)
+            out.append(before * z[:, t] + dropped * i[:, t])
+        return torch.stack(out, 1)
+
+    assert _lifted(function, *_inputs()) == 0
 
 
 def test_read_two_steps_later() -> None:
