@@ -2,7 +2,7 @@
 
 A call like `F.normalize(x, dim=1)` or `F.kl_div(a, b, reduction="batchmean")` is several ATen ops, of which one looks
 at all positions. The call is replaced by its ATen ops, and each of those by what computes the same over all ranks
-(over_all_ranks.py).
+(over_all_ranks.py, rows_by_index.py).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from zeco_compile.passes.plans import (
     mixing_nodes,
     substitute,
 )
+from zeco_compile.passes.rows_by_index import rule_of_rows
 from zeco_compile.passes.schema import is_random, operand, tensors
 
 aten = torch.ops.aten
@@ -98,7 +99,7 @@ class _Replay:
         if not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
             return self._has_number(node)
         if mixes:
-            rule = rule_of(analysis, node)
+            rule = rule_of(analysis, node) or rule_of_rows(analysis, node)
             drawn = (
                 is_random(node)
                 and not analysis.own_mixing(node)
@@ -187,7 +188,7 @@ class _Replay:
             place: Any = node.args[1]
             return whole[place] if isinstance(whole, tuple) else over.call(operator.getitem, whole, place)
         if mixes and not is_random(node):
-            rule = rule_of(self.analysis, node)
+            rule = rule_of(self.analysis, node) or rule_of_rows(self.analysis, node)
             assert rule is not None, "what mixes has a rule, or the call is not replayed"
             return rule.emit(over, node, *(env[n] for n in tensors(node)))
         args, kwargs = [], {}

@@ -30,7 +30,14 @@ from typing import Any
 
 import torch
 
-from zeco_compile import fla_attention, fla_layers, scans_by_name, torch_private, transformers_layers
+from zeco_compile import (
+    causal_masks,
+    fla_attention,
+    fla_layers,
+    scans_by_name,
+    torch_private,
+    transformers_layers,
+)
 from zeco_compile.passes.errors import UnsupportedArgument, UnsupportedFunction
 
 _log = logging.getLogger("zeco_compile.substitutes")
@@ -568,4 +575,5 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
 
 FOR_RANKS = (
     ForRanks("torch._higher_order_ops.associative_scan", "associative_scan", scans_by_name.associative_scan),
+    ForRanks("torch.nn.modules.transformer", "_detect_is_causal_mask", causal_masks.detect_is_causal_mask),
 )

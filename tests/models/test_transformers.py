@@ -148,6 +148,46 @@ def test_load_balancing_loss_is_that_of_all_tokens(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize(("name", "world_size"), [("llama", 2), ("minimax", 2), ("mixtral", 4)])
+def test_classification_reads_the_last_token_that_is_no_padding(name: str, world_size: int) -> None:
+    if name not in ALWAYS and os.environ.get("ZECO_MODELS") != "all":
+        pytest.skip("ZECO_MODELS=all runs it")
+
+    def make() -> nn.Module:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        from transformers import AutoConfig, AutoModelForSequenceClassification
+
+        class Classifier(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                config = AutoConfig.for_model(
+                    name, **CONFIGS[name], num_labels=3, problem_type="single_label_classification"
+                )
+                self.model = AutoModelForSequenceClassification.from_config(config).train()
+
+            def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+                out = self.model(input_ids=ids, labels=torch.tensor([2, 0]), use_cache=False)
+                return out.loss, out.logits
+
+        return Classifier()
+
+    def padded() -> Tensor:
+        ids = torch.randint(3, 32, (2, 16))
+        ids[0, 5:] = 0
+        ids[1, 14:] = 0
+        return ids
+
+    assert_equivalent(
+        make,
+        padded,
+        world_size=world_size,
+        dtype=torch.float32,
+        reference_dtype=torch.float32,
+        rtol=1e-4,
+        timeout=400.0,
+    )
+
+
 def _delta_rule(x: Tensor) -> Tensor:
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 

@@ -1,17 +1,15 @@
-"""The largest value over all positions, and the first position that has it."""
+"""All rows in another order, by an index that is as long as the sequence."""
 
 import torch
 from torch import nn
 
-EXPECTED = {"refused": r"near_max_pooling\.py", "or_equal": True}
+EXPECTED = {"refused": r"near_rows_turned_by_index\.py"}
 LOCAL_LENGTHS = (5,)
-MORE_LOCAL_LENGTHS = (1,)
 
 
 class Model(nn.Module):
     def forward(self, x):
-        value, where = x.max(dim=1)
-        return value, where
+        return x[:, torch.arange(x.shape[1] - 1, -1, -1, device=x.device)]
 
 
 def make_model():
