@@ -17,79 +17,26 @@ from torch.utils import _pytree as pytree
 
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis
 from zeco_compile.passes.region import Region, is_inexact
-from zeco_compile.passes.schema import argument
+from zeco_compile.passes.schema import argument, operand
 
 _OF_FIRST = frozenset(
-    [
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "permute",
-        "transpose",
-        "t",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "clone",
-        "alias",
-        "detach",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "chunk",
-        "flip",
-        "roll",
-        "constant_pad_nd",
-        "tril",
-        "triu",
-        "neg",
-        "diagonal",
-        "diag_embed",
-        "unfold",
-        "sum",
-        "mean",
-        "cumsum",
-        "repeat",
-        "movedim",
-        "index",
-        "index_select",
-        "gather",
-        "repeat_interleave",
-        "real",
-        "imag",
-        "view_as_real",
-        "view_as_complex",
-        "conj",
-        "_conj",
-        "_conj_physical",
-        "resolve_conj",
-        "lift_fresh_copy",
-        "contiguous",
-        "flatten",
-        "unflatten",
-        "narrow",
-        "broadcast_to",
-        "squeeze_copy",
-    ]
-)
+    {
+        "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "clone",
+        "alias", "detach", "select", "slice", "split", "split_with_sizes", "unbind", "chunk", "flip", "roll",
+        "constant_pad_nd", "tril", "triu", "neg", "diagonal", "diag_embed", "unfold", "sum", "mean", "cumsum",
+        "repeat", "movedim", "index", "index_select", "gather", "repeat_interleave", "real", "imag", "view_as_real",
+        "view_as_complex", "conj", "_conj", "_conj_physical", "resolve_conj", "lift_fresh_copy", "contiguous",
+        "flatten", "unflatten", "narrow", "broadcast_to", "squeeze_copy",
+    }
+)  # fmt: skip
 """Affine in the first operand; of the others (indices, sizes) it is no such function."""
 
 _OF_ALL = frozenset(
-    [
-        "add",
-        "sub",
-        "rsub",
-        "cat",
-        "stack",
-        "complex",
-        "copy",
-        "slice_scatter",
-        "select_scatter",
+    {
+        "add", "sub", "rsub", "cat", "stack", "complex", "copy", "slice_scatter", "select_scatter",
         "diagonal_scatter",
-    ]
-)
+    }
+)  # fmt: skip
 """Affine in all operands together."""
 
 _PRODUCTS = frozenset(["mul", "mm", "bmm", "matmul", "mv", "dot", "einsum", "linear", "outer"])
@@ -124,7 +71,10 @@ def first_not_affine(
         for node in region.interior:
             if node in region.inputs or node.target in SHAPED_LIKE:
                 continue
-            found = node in depending or not depending.isdisjoint(node.all_input_nodes)
+            # of what is scanned, the other operand of a carry, it has the number of steps only
+            carried = node.target is torch.ops.zeco.carry_before.default
+            read = [operand(node, 0)] if carried else node.all_input_nodes
+            found = node in depending or not depending.isdisjoint(read)
             found = found or (node in after and after[node] in depending)
             if not found or not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
                 continue
