@@ -143,7 +143,7 @@ def measure(shape: tuple[int, int, int, int, int, str, float], rounds: int) -> d
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            times[name].append(microseconds(run, 5))
+            times[name].append(microseconds(run, 20))
     result: dict[str, dict[str, Any]] = {}
     for name, values in times.items():
         quartiles = statistics.quantiles(values, n=4)
