@@ -183,7 +183,7 @@ def _add_following(known: set[fx.Node], node: fx.Node) -> None:
 
 
 def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
-    """A MIXED value with one whole sequence axis that somebody reads as values of positions, one, each or their sum."""
+    """A MIXED value with one whole sequence axis that others read; not a buffer to whose rows more is written."""
     value = node.meta.get("val")
     if analysis.state(node) is not State.MIXED or not isinstance(value, torch.Tensor):
         return False
@@ -194,23 +194,13 @@ def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
         return False
     if not _has_all_rows(analysis, node) or analysis.is_misaligned(node):
         return False
-    written_on = any(user.target in _WRITES and operand(user, 0) is node for user in node.users)
-    for user in node.users:
-        if analysis.user_node(user) is group and user.op != "output":
-            continue
-        kinds = {action.kind for action in analysis.own_mixing(user)}
-        if kinds <= _OF_ALL_ROWS:
-            return True
-        if kinds == {"select"} and not written_on:
-            return True  # the last token, or the steps of another loop
-    return False
+    if any(user.target in _WRITES and operand(user, 0) is node for user in node.users):
+        # one step of many that write their rows into it
+        return any(analysis.own_mixing(user) == [] for user in node.users if user.target not in _WRITES)
+    return any(analysis.user_node(user) is not group or user.op == "output" for user in node.users)
 
 
 _WRITES = (aten.select_scatter.default, aten.slice_scatter.default)
-
-
-_OF_ALL_ROWS = frozenset({"reduce", "along", "convolve"})
-"""What is done with the rows of a value as with those of one sequence: sums, softmax, cumulative ops, convolutions."""
 
 
 def _has_all_rows(analysis: Analysis, node: fx.Node) -> bool:

@@ -155,9 +155,21 @@ def _straight_through(m, x):
     return y + (y.round() - y).detach()
 
 
+def _recurrence_in_full_precision(m, x):
+    with torch.autocast("cpu", enabled=False):
+        y = _loop(lambda m, x, h: [torch.sigmoid(m.a(x)) * h + m.b(x)] * 2)(m, x)
+    return y.softmax(1) * x.mean(1, keepdim=True)
+
+
 @pytest.mark.parametrize(
     "function",
-    [_stopped_before, _whole_attention_without_gradient, _mask_without_gradient, _straight_through],
+    [
+        _recurrence_in_full_precision,
+        _stopped_before,
+        _whole_attention_without_gradient,
+        _mask_without_gradient,
+        _straight_through,
+    ],
 )
 def test_equal(function: Callable[..., Tensor]) -> None:
     found = assert_equivalent(lambda: Model(function), _inputs, world_size=2)
