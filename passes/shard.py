@@ -252,7 +252,21 @@ def _hints(analysis: Analysis, user_node: fx.Node, attempts: Sequence[tuple[fx.N
             "and the log decay (by zeros) where they are taken apart into chunks, and cut the result, [:, :T], where "
             "the chunks are put together; give each rank more than one chunk"
         )
+    if user_node.target in (torch.linspace, torch.logspace):
+        hints.append(
+            "its number of steps is a constant of the trace: write it as start + torch.arange(T) * "
+            "((end - start) / (T - 1)), with T = x.shape[1]"
+        )
+    graph = analysis.gm.graph
+    if any(graph.find_nodes(op="call_function", target=target) for target in _FAST_PATHS):
+        hints.append(
+            "PyTorch has taken its fast path for inference, which is one op for a whole layer: call "
+            "torch.backends.mha.set_fastpath_enabled(False), or leave gradients enabled"
+        )
     return hints
+
+
+_FAST_PATHS = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)
 
 
 def _padding_before(analysis: Analysis, user_node: fx.Node) -> fx.Node | None:

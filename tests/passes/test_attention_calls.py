@@ -110,3 +110,28 @@ def test_places_among_keys_that_are_whole_are_refused() -> None:
         error=UnsupportedOp,
         match="along the sequence",
     )
+
+
+class Encoder(nn.Module):
+    """In eval and without gradients, where PyTorch has an op for a whole layer."""
+
+    def __init__(self, fast: bool) -> None:
+        super().__init__()
+        torch.backends.mha.set_fastpath_enabled(fast)  # on every rank, and left so
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 1)
+        self.eval()
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.layers(x, mask=later, src_key_padding_mask=_padding(x))
+
+
+def test_the_fast_path_is_refused_with_what_to_do() -> None:
+    try:  # the one that is fast comes last: so the ranks' processes are as they were
+        assert_equivalent(lambda: Encoder(False), _inputs, world_size=3, backward=False)
+        messages = assert_refused(lambda: Encoder(True), _inputs, world_size=3, error=UnsupportedOp)
+        assert all("set_fastpath_enabled(False)" in message for message in messages)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
