@@ -21,6 +21,7 @@ from zeco_compile.passes.losses import over_windows
 from zeco_compile.passes.neighbours import rows_in_front
 from zeco_compile.passes.plans import Plan, Ranks, settled
 from zeco_compile.passes.report import Communication, Decision, Report, op_name, user_op_name
+from zeco_compile.passes.schema import argument, operand
 from zeco_compile.passes.sharding_rules import plan
 from zeco_compile.passes.sorted_rows import departure
 from zeco_compile.passes.transitions import peculiarity
@@ -178,6 +179,7 @@ def refuse_mixed(
     if (peculiar := peculiarity(analysis, node)) is not None:
         attempts = ()  # why it is not linear attention is said
     why, hints = _why(analysis, node, user_node, attempts), _hints(analysis, user_node, attempts)
+    hints += _constants_cut_beside(analysis, node)
     why = why if peculiar is None else f"{why} {peculiar}"
     gathers = fallback is not None and _would_be_gathered(analysis, user_node, fallback)
     if not gathers:
@@ -252,7 +254,52 @@ def _hints(analysis: Analysis, user_node: fx.Node, attempts: Sequence[tuple[fx.N
             "and the log decay (by zeros) where they are taken apart into chunks, and cut the result, [:, :T], where "
             "the chunks are put together; give each rank more than one chunk"
         )
+    if user_node.target in (torch.linspace, torch.logspace):
+        hints.append(
+            "its number of steps is a constant of the trace: write it as start + torch.arange(T) * "
+            "((end - start) / (T - 1)), with T = x.shape[1]"
+        )
+    graph = analysis.gm.graph
+    if any(graph.find_nodes(op="call_function", target=target) for target in _FAST_PATHS):
+        hints.append(
+            "PyTorch has taken its fast path for inference, which is one op for a whole layer: call "
+            "torch.backends.mha.set_fastpath_enabled(False), or leave gradients enabled"
+        )
     return hints
+
+
+def _constants_cut_beside(analysis: Analysis, node: fx.Node) -> list[str]:
+    """With a constant length, rows cut out of numbers that the code makes, `w[1:]` of `w = torch.arange(T)`, are not
+    known as rows of the sequence. Where they meet what is computed of the node, that is why no rule takes it."""
+    if not isinstance(analysis.length, int):
+        return []
+    ahead = _computed_of(node)
+    for cut in analysis.shadow.graph.find_nodes(op="call_function", target=aten.slice.Tensor):
+        source, user_node = operand(cut, 0), analysis.user_node(cut)
+        if user_node is None or not analysis.is_constant(cut) or ahead.isdisjoint(_computed_of(cut)):
+            continue
+        rows = source.meta["val"].shape[argument(cut, "dim", 0)]
+        if rows == analysis.length and not analysis.track.sequence_dims(source):
+            held = user_node.all_input_nodes[0] if user_node.all_input_nodes else user_node
+            return [
+                f"{expression(user_node, op_name(user_node))} takes rows of `{held}`, numbers that the code makes; "
+                "where the trace holds for this length only, as beside a loop over it, these are not known to be one "
+                "for each position: make them of a value that has the sequence, as "
+                "torch.ones_like(x[0, :, 0]).cumsum(0) - 1 in place of torch.arange(T)"
+            ]
+    return []
+
+
+def _computed_of(node: fx.Node) -> set[fx.Node]:
+    found, stack = {node}, [node]
+    while stack:
+        new = set(stack.pop().users) - found
+        found |= new
+        stack += new
+    return found
+
+
+_FAST_PATHS = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)
 
 
 def _padding_before(analysis: Analysis, user_node: fx.Node) -> fx.Node | None:

@@ -120,8 +120,10 @@ def convolution(track: Tracking, node: fx.Node) -> None:
 )
 def softmax_attention(track: Tracking, node: fx.Node) -> None:
     q, k, v = (track.dims(n) for n in (operand(node, 0), operand(node, 1), operand(node, 2)))
-    for dim in (q[-2], k[-2], v[-2], q[-1], k[-1]):
+    for dim in (k[-2], v[-2], q[-1], k[-1]):
         track.act(node, dim, "attend")
+    if argument(node, "is_causal", False) or any(track.axes.is_sequence(dim) for dim in (k[-2], v[-2])):
+        track.act(node, q[-2], "attend")  # else each query sees the same keys, whatever its place
     names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
     mask = next((argument(node, name) for name in ("attn_mask", "attn_bias") if name in names), None)
     if isinstance(mask, fx.Node):

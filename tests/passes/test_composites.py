@@ -72,7 +72,7 @@ def test_call(name: str) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda y, x: y.max(1),
+        lambda y, x: y.kthvalue(2, 1),
         lambda y, x: y.norm(3, dim=1),
         lambda y, x: y[:, 1:].softmax(1),
         lambda y, x: y.view(y.shape[0], -1, 2, 4).amax(2),
@@ -96,3 +96,23 @@ def test_a_number_that_may_be_the_length_is_refused() -> None:
         return F.kl_div(y.flatten(0, 1).log_softmax(-1), x.flatten(0, 1).softmax(-1), reduction="batchmean")
 
     assert_refused(lambda: model, _inputs(8), world_size=2, error=ZecoError, match="kl_div")
+
+
+@pytest.mark.parametrize("of_a_value", [False, True])
+def test_weights_of_a_shifted_loss_beside_a_loop(of_a_value: bool) -> None:
+    """The loop makes the length a constant, and rows of numbers that are made of it anything; the message says so."""
+
+    def model(x: Tensor) -> Tensor:
+        h, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = 0.9 * h + x[:, t]
+            out.append(h)
+        y = torch.stack(out, 1)
+        made = torch.arange(x.shape[1], dtype=x.dtype)
+        weights = torch.ones_like(x[0, :, 0]).cumsum(0) - 1 if of_a_value else made
+        return (weights[1:] * (y[:, :-1] - x[:, 1:]).pow(2).sum(-1)).sum()
+
+    if of_a_value:
+        assert_equivalent(lambda: model, _inputs(8), world_size=2)
+    else:
+        assert_refused(lambda: model, _inputs(8), world_size=2, error=UnsupportedOp, match="rows of `made`")

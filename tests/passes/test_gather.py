@@ -113,6 +113,15 @@ def test_the_option_is_not_advised_where_it_is_set():
     )
     assert GATHERED not in message
     assert "zeco_compile.gather_sequence" in message
+    assert "start + torch.arange(T) * ((end - start) / (T - 1))" in message
+
+
+def test_a_range_of_constant_steps_is_equal_as_the_message_has_it():
+    def model(m: Model, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return x * (-1 + torch.arange(length, dtype=x.dtype) * ((2 - -1) / (length - 1)))[:, None]
+
+    assert_equivalent(lambda: Model(model), inputs, world_size=2)
 
 
 def test_equal_on_three_ranks():
