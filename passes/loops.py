@@ -739,7 +739,7 @@ class _Step:
                 return computed(expression, dict(zip(values, given, strict=True)), self.dtype)
 
             sizes = torch.broadcast_shapes(*(n.meta["val"].shape for n in values))
-            if math.prod(sizes) > max(family.own for family in of_token):
+            if math.prod(sizes) > max(emitter.largest, *(family.own for family in of_token)):
                 return None
             given = {n: emitter.leaf(n, self.before_all) for n in values}
             like = self.before_all.before

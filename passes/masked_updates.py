@@ -100,14 +100,21 @@ def _chain(
     found: list[Update] = []
     after, form = last, ""
     for step in range(length - 1, -1, -1):
+        states = at.get(step - 1, [])
 
-        def inside(node: fx.Node, step: int = step) -> bool:
-            return step_of.get(node) == step and is_carried(node)
+        def inside(node: fx.Node, step: int = step, states: Sequence[fx.Node] = states) -> bool:
+            of = step_of.get(node)
+            if of == step:
+                return is_carried(node)
+            # the state before, and a constant: there is nothing of this step in `0.9 * h`
+            if step == 0:
+                return of is None and node.op == "call_function" and bool(_tensors_of(node))
+            return of == step - 1 and is_carried(node) and node not in states
 
         fitting = []
-        for before in _reached(after, inside):
+        for before in _reached(after, inside, also=lambda node: node not in step_of):
             of = step_of.get(before)
-            left_behind = of is None if step == 0 else before in at.get(step - 1, [])
+            left_behind = of is None if step == 0 else before in states
             linear = Reading(before, inside).of(after) if left_behind and _alike(before, after) else None
             if linear is None or not linear.is_masked:
                 continue
@@ -122,19 +129,23 @@ def _chain(
     return found
 
 
-def _reached(node: fx.Node, inside: Inside) -> list[fx.Node]:
-    """What a value of a step is computed from, and the step has not computed."""
+def _reached(node: fx.Node, inside: Inside, also: Inside) -> list[fx.Node]:
+    """What a value of a step is computed from, and the step has not computed, or `also` may have been there before."""
     found: dict[fx.Node, None] = {}
     stack, seen = [node], {node}
     while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in seen and isinstance(source.meta.get("val"), torch.Tensor):
+        for source in _tensors_of(stack.pop()):
+            if source not in seen:
                 seen.add(source)
                 if inside(source):
                     stack.append(source)
-                else:
+                if not inside(source) or also(source):
                     found[source] = None
     return list(found)
+
+
+def _tensors_of(node: fx.Node) -> list[fx.Node]:
+    return [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor)]
 
 
 def _between(before: fx.Node, after: fx.Node) -> set[fx.Node]:
