@@ -84,7 +84,7 @@ def find_updates(
     for last in reversed(at.get(length - 1, [])):
         chain = None if last in taken else _chain(last, at, step_of, is_carried, told, length)
         if chain is not None:
-            taken |= _between(chain[0].before, last)
+            taken |= _between(chain[0].before, last, is_carried)
             yield chain[::-1]
 
 
@@ -100,9 +100,9 @@ def _chain(
     found: list[Update] = []
     after, form = last, ""
     for step in range(length - 1, -1, -1):
-        states = at.get(step - 1, [])
+        states = frozenset(at.get(step - 1, []))
 
-        def inside(node: fx.Node, step: int = step, states: Sequence[fx.Node] = states) -> bool:
+        def inside(node: fx.Node, step: int = step, states: frozenset[fx.Node] = states) -> bool:
             of = step_of.get(node)
             if of == step:
                 return is_carried(node)
@@ -148,12 +148,13 @@ def _tensors_of(node: fx.Node) -> list[fx.Node]:
     return [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor)]
 
 
-def _between(before: fx.Node, after: fx.Node) -> set[fx.Node]:
-    """What lies on the way from the state before a step to that after it."""
+def _between(before: fx.Node, after: fx.Node, is_carried: Inside) -> set[fx.Node]:
+    """What lies on the way from the state before a step to that after it: no rows of tokens, behind which there may be
+    another loop."""
     found, stack = {after}, [after]
     while stack:
         for source in stack.pop().all_input_nodes:
-            if source is not before and source not in found:
+            if source is not before and source not in found and is_carried(source):
                 found.add(source)
                 stack.append(source)
     return found
