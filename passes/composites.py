@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.length import SIZES, VALUES, affine_constant
 from zeco_compile.passes.modes import changes_gradient
-from zeco_compile.passes.over_all_ranks import Over, rule_of
+from zeco_compile.passes.over_all_ranks import Over, Rule, rule_of
 from zeco_compile.passes.plans import (
     Emit,
     Plan,
@@ -53,6 +53,11 @@ def composite(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         if isinstance(value.meta.get("val"), torch.Tensor) and not analysis.track.sequence_dims(value)
     )
     return Plan("all-reduce", f"{names} over all ranks", replay.apply, (("among all ranks", sent),))
+
+
+def _rule(analysis: Analysis, node: fx.Node) -> Rule | None:
+    """What computes the same over all ranks."""
+    return rule_of(analysis, node) or rule_of_rows(analysis, node)
 
 
 @dataclass
@@ -99,7 +104,7 @@ class _Replay:
         if not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
             return self._has_number(node)
         if mixes:
-            rule = rule_of(analysis, node) or rule_of_rows(analysis, node)
+            rule = _rule(analysis, node)
             drawn = (
                 is_random(node)
                 and not analysis.own_mixing(node)
@@ -188,7 +193,7 @@ class _Replay:
             place: Any = node.args[1]
             return whole[place] if isinstance(whole, tuple) else over.call(operator.getitem, whole, place)
         if mixes and not is_random(node):
-            rule = rule_of(self.analysis, node) or rule_of_rows(self.analysis, node)
+            rule = _rule(self.analysis, node)
             assert rule is not None, "what mixes has a rule, or the call is not replayed"
             return rule.emit(over, node, *(env[n] for n in tensors(node)))
         args, kwargs = [], {}

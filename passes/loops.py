@@ -33,7 +33,7 @@ from zeco_compile.passes.masked_updates import Expression, Update, computed, fin
 from zeco_compile.passes.modes import AS_CALLED, changes_gradient, modes
 from zeco_compile.passes.region import is_inexact
 from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
-from zeco_compile.passes.schema import argument, is_random, operand, operands
+from zeco_compile.passes.schema import WRITES, argument, is_random, operand, operands
 from zeco_compile.passes.sizes import at_hand
 
 log = logging.getLogger(__name__)
@@ -832,9 +832,6 @@ class _Collected:
     keeps_dim: bool
 
 
-_WRITES = (aten.select_scatter.default, aten.slice_scatter.default)
-
-
 def _collected(analysis: Analysis, node: fx.Node) -> _Collected | None:
     """What `node` puts together, if that is one value for each token."""
     length = analysis.length
@@ -845,8 +842,8 @@ def _collected(analysis: Analysis, node: fx.Node) -> _Collected | None:
         if len(steps) != length or (keeps_dim and any(s.meta["val"].shape[dim] != 1 for s in steps)):
             return None
         return _Collected(steps, dim, keeps_dim)
-    if node.target not in _WRITES or any(
-        user.target in _WRITES and user.args[0] is node for user in node.users
+    if node.target not in WRITES or any(
+        user.target in WRITES and user.args[0] is node for user in node.users
     ):
         return None
     keeps_dim = node.target is aten.slice_scatter.default

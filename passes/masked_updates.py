@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zeco_compile.passes.schema import argument, operand, shape
+from zeco_compile.passes.schema import argument, operand, shape, tensors
 from zeco_compile.passes.sizes import same_size
 
 aten = torch.ops.aten
@@ -106,10 +106,9 @@ def _chain(
             of = step_of.get(node)
             if of == step:
                 return is_carried(node)
-            # the state before, and a constant: there is nothing of this step in `0.9 * h`
-            if step == 0:
-                return of is None and node.op == "call_function" and bool(_tensors_of(node))
-            return of == step - 1 and is_carried(node) and node not in states
+            # in `0.9 * h` there is nothing of this step
+            scaled = node.target in _SCALED and of == (step - 1 if step else None)
+            return scaled and (not step or is_carried(node)) and node not in states
 
         fitting = []
         for before in _reached(after, inside, also=lambda node: node not in step_of):
@@ -134,18 +133,15 @@ def _reached(node: fx.Node, inside: Inside, also: Inside) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
     stack, seen = [node], {node}
     while stack:
-        for source in _tensors_of(stack.pop()):
+        for source in tensors(stack.pop()):
             if source not in seen:
                 seen.add(source)
-                if inside(source):
+                within = inside(source)
+                if within:
                     stack.append(source)
-                if not inside(source) or also(source):
+                if not within or also(source):
                     found[source] = None
     return list(found)
-
-
-def _tensors_of(node: fx.Node) -> list[fx.Node]:
-    return [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor)]
 
 
 def _between(before: fx.Node, after: fx.Node, is_carried: Inside) -> set[fx.Node]:
@@ -174,6 +170,7 @@ _CHOICES = (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, *_MA
 _SUMS = (
     aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.lerp.Tensor, aten.lerp.Scalar, aten.addcmul.default
 )  # fmt: skip
+_SCALED = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default)
 _COPIES = (aten.clone.default, aten.alias.default, aten.expand.default, aten.view.default)
 
 

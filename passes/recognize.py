@@ -72,7 +72,7 @@ from zeco_compile.passes.roles import (
     own_weight,
     row_factor,
 )
-from zeco_compile.passes.schema import operand
+from zeco_compile.passes.schema import WRITES, following, operand
 from zeco_compile.passes.shift_invariance import depends_on_place
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def recognize(
         if not carried(user_node):
             return False
         for node in analysis.escapes(user_node):
-            _add_following(behind, node)
+            behind.update(following(list(node.users)))
         return True
 
     def settle(user_node: fx.Node) -> bool:
@@ -165,21 +165,12 @@ def recognize(
             return (summed and carry(user_node)) or at_last(user_node)
         found.matches.append(match)
         if not_again or later:
-            _add_following(behind, outputs[0])
+            behind.update(following(list(outputs[0].users)))
         log.info("linear attention (%s) at %s", match.roles.family, user_location(user_node))
         return True
 
     assign_states(analysis, handled, settle)
     return found
-
-
-def _add_following(known: set[fx.Node], node: fx.Node) -> None:
-    stack = [node]
-    while stack:
-        for user in stack.pop().users:
-            if user not in known:
-                known.add(user)
-                stack.append(user)
 
 
 def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
@@ -194,13 +185,10 @@ def _is_exit(analysis: Analysis, node: fx.Node) -> bool:
         return False
     if not _has_all_rows(analysis, node) or analysis.is_misaligned(node):
         return False
-    if any(user.target in _WRITES and operand(user, 0) is node for user in node.users):
+    if any(user.target in WRITES and operand(user, 0) is node for user in node.users):
         # one step of many that write their rows into it
-        return any(analysis.own_mixing(user) == [] for user in node.users if user.target not in _WRITES)
+        return any(analysis.own_mixing(user) == [] for user in node.users if user.target not in WRITES)
     return any(analysis.user_node(user) is not group or user.op == "output" for user in node.users)
-
-
-_WRITES = (aten.select_scatter.default, aten.slice_scatter.default)
 
 
 def _has_all_rows(analysis: Analysis, node: fx.Node) -> bool:

@@ -29,7 +29,7 @@ from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.modes import changes_gradient
 from zeco_compile.passes.region import INSIDE, SPREADS, Sizes
 from zeco_compile.passes.report import Decision, op_name
-from zeco_compile.passes.schema import argument, is_random
+from zeco_compile.passes.schema import argument, following, is_random
 from zeco_compile.passes.sizes import size_of
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def close_scans(
     """
     gm, shadow = analysis.gm, analysis.shadow
     for each in opened:
-        waiting = _following(each.carries)
+        waiting = following(each.carries, but=(aten.sym_size.int,))
         for node in reversed(list(gm.graph.nodes)):  # calls whose results nobody reads
             idle = node in waiting and node not in shadow.writes and not shadow.groups.get(node)
             if idle and node.op.startswith("call") and not node.users:
@@ -110,17 +110,6 @@ def close_scans(
             )
             gm.graph.erase_node(each.scan)
     return len(opened)
-
-
-def _following(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """These nodes, and all that is computed from them, but for sizes."""
-    found, stack = set(nodes), list(nodes)
-    while stack:
-        for user in stack.pop().users:
-            if user not in found and user.target is not aten.sym_size.int:
-                found.add(user)
-                stack.append(user)
-    return found
 
 
 def _body(analysis: Analysis, scan: fx.Node) -> fx.GraphModule:
@@ -257,7 +246,7 @@ def _open(analysis: Analysis, scan: fx.Node, traced: fx.GraphModule) -> OpenScan
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     env: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
     body = [n for n in traced.graph.nodes if n.op == "call_function"]
-    of_carry = _following(placeholders[: len(initial)])
+    of_carry = following(placeholders[: len(initial)], but=(aten.sym_size.int,))
     updates = _leading_to(results[: len(initial)]) & of_carry
     size = {n: _of_one_step(analysis, n.meta.get("val")) for n in (*placeholders, *body)}
     of_token = placeholders[len(initial) : len(initial) + len(scanned)]

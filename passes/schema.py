@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Container
 from typing import Any
 
 import torch
@@ -41,9 +42,23 @@ def tensors(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
 
 
+def following(nodes: Collection[fx.Node], but: Container[Any] = ()) -> set[fx.Node]:
+    """All that is computed from these nodes, and they, but for calls of `but` and what is computed from those alone."""
+    found, stack = set(nodes), list(nodes)
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and user.target not in but:
+                found.add(user)
+                stack.append(user)
+    return found
+
+
 def shape(node: fx.Node) -> tuple[Any, ...]:
     return tuple(size_of(s) for s in node.meta["val"].shape)
 
+
+WRITES = (torch.ops.aten.select_scatter.default, torch.ops.aten.slice_scatter.default)
+"""They put rows into a copy of what they write to."""
 
 RESHAPES = (
     torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default

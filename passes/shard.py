@@ -21,7 +21,7 @@ from zeco_compile.passes.losses import over_windows
 from zeco_compile.passes.neighbours import rows_in_front
 from zeco_compile.passes.plans import Plan, Ranks, settled
 from zeco_compile.passes.report import Communication, Decision, Report, op_name, user_op_name
-from zeco_compile.passes.schema import argument, operand
+from zeco_compile.passes.schema import argument, following, operand
 from zeco_compile.passes.sharding_rules import plan
 from zeco_compile.passes.sorted_rows import departure
 from zeco_compile.passes.transitions import peculiarity
@@ -273,10 +273,10 @@ def _constants_cut_beside(analysis: Analysis, node: fx.Node) -> list[str]:
     known as rows of the sequence. Where they meet what is computed of the node, that is why no rule takes it."""
     if not isinstance(analysis.length, int):
         return []
-    ahead = _computed_of(node)
+    ahead = following([node])
     for cut in analysis.shadow.graph.find_nodes(op="call_function", target=aten.slice.Tensor):
         source, user_node = operand(cut, 0), analysis.user_node(cut)
-        if user_node is None or not analysis.is_constant(cut) or ahead.isdisjoint(_computed_of(cut)):
+        if user_node is None or not analysis.is_constant(cut) or ahead.isdisjoint(following([cut])):
             continue
         rows = source.meta["val"].shape[argument(cut, "dim", 0)]
         if rows == analysis.length and not analysis.track.sequence_dims(source):
@@ -288,15 +288,6 @@ def _constants_cut_beside(analysis: Analysis, node: fx.Node) -> list[str]:
                 "torch.ones_like(x[0, :, 0]).cumsum(0) - 1 in place of torch.arange(T)"
             ]
     return []
-
-
-def _computed_of(node: fx.Node) -> set[fx.Node]:
-    found, stack = {node}, [node]
-    while stack:
-        new = set(stack.pop().users) - found
-        found |= new
-        stack += new
-    return found
 
 
 _FAST_PATHS = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)

@@ -54,7 +54,7 @@ from zeco_compile.passes.plans import (
     through_views,
 )
 from zeco_compile.passes.report import op_name
-from zeco_compile.passes.schema import argument, operand, shape
+from zeco_compile.passes.schema import WRITES, argument, operand, shape
 from zeco_compile.passes.statistics import normalisation
 
 aten = torch.ops.aten
@@ -398,7 +398,7 @@ def _written_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     if user_node.target is not operator.setitem or not isinstance(user_node.args[0], fx.Node):
         return None
     mixing = mixing_nodes(analysis, user_node)
-    if not mixing or mixing[-1].target not in (aten.select_scatter.default, aten.slice_scatter.default):
+    if not mixing or mixing[-1].target not in WRITES:
         return None
     *reads, node = mixing
     if kinds(analysis, node) != {"scatter"}:
