@@ -14,8 +14,8 @@ from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.plans import settle, settled
-from zeco_compile.passes.recognize import Wiring
 from zeco_compile.passes.region import Sizes
+from zeco_compile.passes.replacement import Wiring
 from zeco_compile.passes.report import Region, Role
 
 _NAMES = ("q", "k", "v", "g", "scale", "initial_state", "output_final_state", "schedule", "blocks", "group")

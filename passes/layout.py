@@ -358,3 +358,12 @@ class GraphOperations:
 
     def ones(self, sizes: Sequence[Any]) -> fx.Node:
         return self.call(aten.new_ones.default, self.like, list(sizes), dtype=self.dtype)
+
+
+def promoted(nodes: Sequence[fx.Node], default: torch.dtype) -> torch.dtype:
+    """The dtype of a product of `nodes`; `default` if there are none."""
+    dtype = None
+    for node in nodes:
+        own = node.meta["val"].dtype
+        dtype = own if dtype is None else torch.promote_types(dtype, own)
+    return default if dtype is None else dtype

@@ -1,4 +1,4 @@
-"""Finds gated linear attention in the user's graph, by meaning, and puts one operator in its place.
+"""Finds gated linear attention in the user's graph, by meaning.
 
 Contract: a region is rewritten only if its output equals the recurrence of DESIGN's kind in float64 on random
 values, at every size tried, and the operator that is wired gets exactly the values that were checked. Whatever
@@ -8,17 +8,16 @@ does not pass stays as it is; `verify` refuses it later if nothing else makes it
         cut the region that ends there
         find roles (roles.py); check each hypothesis against the recurrence at several sizes
         the first that passes: its output is LOCAL from here on
-    then, for each region found: insert the operator behind its last node, redirect the readers, erase the rest
+
+What is found gets one operator in its place: replacement.py.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import operator
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import sympy
 import torch
@@ -26,20 +25,15 @@ from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State, assign_states
 from zeco_compile.passes.axes import Atom
-from zeco_compile.passes.checkpoints import keep_if_any
 from zeco_compile.passes.complex_recurrences import (
     ComplexRoles,
-    emit_recurrence,
-    final_complex_state_scale,
     find_complex_roles,
     is_complex,
 )
-from zeco_compile.passes.layout import Canonical, CanonicalAxes, GraphOperations, arrange, disarrange
 from zeco_compile.passes.length import depends_on
 from zeco_compile.passes.linearity import first_not_affine
-from zeco_compile.passes.locations import expression, user_location
-from zeco_compile.passes.modes import modes, reason_against, without_gradient
-from zeco_compile.passes.plans import settle
+from zeco_compile.passes.locations import user_location
+from zeco_compile.passes.modes import reason_against, without_gradient
 from zeco_compile.passes.region import (
     INSIDE,
     CannotEvaluate,
@@ -52,22 +46,15 @@ from zeco_compile.passes.region import (
     largest_constant,
     piecewise,
     rounds,
-    same_value,
     tolerance,
     with_common_sources,
     with_taken_buffers,
 )
-from zeco_compile.passes.report import Region as RegionReport
-from zeco_compile.passes.report import Role, op_name
 from zeco_compile.passes.roles import (
-    GATE_FORMS,
-    GateForm,
     NotLinearAttention,
-    OwnTerm,
     Roles,
     Trials,
     check,
-    final_state_scale,
     find_roles,
     own_weight,
     row_factor,
@@ -344,7 +331,7 @@ def _checked(trials: Trials, roles: Roles, sizes: Sequence[Sizes]) -> Match | No
             return None
         if weight is None:
             return None
-        weight = 1.0 if abs(weight - 1.0) <= allowed else _rounded(weight)
+        weight = 1.0 if abs(weight - 1.0) <= allowed else rounded(weight)
         return _checked(trials, replace(roles, own=replace(roles.own, weight=weight)), sizes)
     for seed, at in enumerate(sizes, start=_FIRST_SEED):
         try:
@@ -376,7 +363,7 @@ def _checked(trials: Trials, roles: Roles, sizes: Sequence[Sizes]) -> Match | No
         if found is None:
             return None  # a factor that depends on the length in an unknown way is no scale
         factor, scales = found
-    scale = _rounded(scales[0])
+    scale = rounded(scales[0])
     if roles.constant is not None and abs(scale - 1.0) <= allowed:
         scale = 1.0  # decays that the code has computed in float32 are found as exactly as they are
     return Match(region, replace(roles, scale=scale), worst, _described(*sizes), factor)
@@ -420,7 +407,7 @@ def _length_factor(
 _FEWEST_LENGTHS = 3
 
 
-def _rounded(scale: float) -> float:
+def rounded(scale: float) -> float:
     """Without the last digits, which are the check's rounding and not the user's."""
     return float(f"{scale:.12g}")
 
@@ -492,572 +479,3 @@ def _elements(region: Region, sizes: Sizes) -> float:
 
 def analysis_dims(analysis: Analysis, node: fx.Node) -> tuple[tuple[Atom, ...], ...]:
     return analysis.track.dims(node)
-
-
-# -------------------------------------------------------------------------------------------------- the rewrite
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """How the operator is called: the group that shares the sequence and the schedule of the exchange."""
-
-    schedule: str
-    blocks: int
-    group: str
-    world_size: int
-
-
-def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> RegionReport:
-    """Puts the operator into the user's graph in place of the region, and reports what was done.
-
-    Raises NotLinearAttention where a value that the operator needs is no longer there under any name, because
-    the user's code has overwritten it.
-    """
-    shadow, graph = analysis.shadow, analysis.gm.graph
-    region, roles = match.region, match.roles
-    end = _end(analysis, region)
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    readers = [
-        (user, argument)
-        for (user, argument), read in shadow.reads.items()
-        if read is region.output and order.get(user, -1) > order[end]
-    ]
-    if not readers:
-        raise NotLinearAttention("nothing reads its result under a name of its own")
-    state_readers, state_scale = _state_readers(analysis, match, order), 1.0
-    place = _place(state_readers, order, end)
-    state_readers = [each for each in state_readers if order[each[0]] > order[place]]
-    if state_readers and match.detached:
-        raise NotLinearAttention("its result has no gradient, and the state that is read has one")
-    if state_readers:
-        if isinstance(roles, ComplexRoles):
-            found = final_complex_state_scale(region, roles.axes.analysis, roles)
-        else:
-            found = final_state_scale(region, roles.axes.analysis, roles)
-        if found is None:
-            raise NotLinearAttention(
-                "what it leaves behind for the next call is not the state of the recurrence"
-            )
-        state_scale = _rounded(found)
-    gate: _Gate = (None, None, None)
-    if isinstance(roles, ComplexRoles):
-        needed = list(roles.inputs)
-    else:
-        gate = _gate_source(analysis, roles)
-        needed = _needed(roles, gate)
-    # What an operator has taken the place of is held by its result, and not under the old name any more.
-    held = {
-        value: shadow.rewritten.get(value, holder)
-        for value, holder in shadow.holders(order, order[place]).items()
-        if order.get(shadow.rewritten.get(value, holder), len(order)) <= order[place]
-    }
-    for node in needed:
-        if node not in held:
-            raise NotLinearAttention(
-                f"the value {analysis.described(node)} that it needs has been overwritten by then"
-            )
-    values = {node: held[node] for node in needed}
-    dtype = region.output.meta["val"].dtype
-    if isinstance(roles, Roles):
-        dtype = _promoted([*roles.q, *roles.k, *roles.v], dtype)
-
-    with graph.inserting_after(place):
-        anchor = graph.call_function(aten.sym_size.int, (values[needed[0]], 0))
-    with graph.inserting_before(anchor):
-        ops = GraphOperations(
-            graph,
-            lambda atom: _size_source(roles.axes, values, atom),
-            next(iter(values.values())),
-            dtype,
-            end,
-        )
-        if isinstance(roles, ComplexRoles):
-            wired = wiring.schedule, wiring.blocks, wiring.group
-            call, o, last = emit_recurrence(ops, roles, values, bool(state_readers), wired)
-        else:
-            call, o, last = _emit_attention(ops, match, roles, gate, values, bool(state_readers), wiring)
-        keep_if_any(call, region.user_nodes)
-        if match.detached:
-            o = ops.call(aten.detach.default, o)
-        if state_readers and region.final_state is not None:
-            last = disarrange(ops, roles.axes, last, Canonical.STATE, region.final_state)
-            last = last if state_scale == 1.0 else ops.call(aten.mul.Tensor, last, state_scale)
-            last = ops.call(aten.to.dtype, last, region.final_state.meta["val"].dtype)
-    graph.erase_node(anchor)
-    shadow.rewritten[region.output] = o
-    if state_readers and region.final_state is not None:
-        shadow.rewritten[region.final_state] = last
-    for user, argument in readers:
-        user.replace_input_with(argument, o)
-    for user, argument in state_readers:
-        user.replace_input_with(argument, last)
-    _erase(analysis, region)
-    return _report(analysis, match, number, gate)
-
-
-_Gate = tuple[fx.Node | None, GateForm | None, fx.Node | None]
-"""What `_gate_source` gives."""
-
-
-def _needed(roles: Roles, gate: _Gate) -> list[fx.Node]:
-    """The values that the operator is made from."""
-    needed = [*roles.q, *roles.k, *roles.v, *(node for node in (gate[0], gate[2]) if node is not None)]
-    needed += [node for node, _ in roles.gates[1:]]
-    needed += roles.own.inputs if roles.own is not None else ()
-    if roles.initial_state is not None:
-        needed.append(roles.initial_state)
-    return needed
-
-
-def _emit_attention(
-    ops: GraphOperations,
-    match: Match,
-    roles: Roles,
-    gate: _Gate,
-    values: dict[fx.Node, fx.Node],
-    final_state: bool,
-    wiring: Wiring,
-) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """(the operator, the region's output, the state after the last step in the operator's layout) at the graph's
-    insertion point."""
-    gate_node, gate_form, kept = gate
-    seconds = roles.gates[1:]
-    dtype, operand_dtype = match.region.output.meta["val"].dtype, ops.dtype
-    for node, entrance in roles.entering:
-        values[node] = ops.call(_ENTERED[entrance.name], values[node])
-    q = arrange(ops, roles.axes, Canonical.KEY, roles.q, values)
-    k = arrange(ops, roles.axes, Canonical.KEY, roles.k, values)
-    v = arrange(ops, roles.axes, Canonical.VALUE, roles.v, values)
-    q, k, v = (_as(ops, x, nodes, operand_dtype) for x, nodes in ((q, roles.q), (k, roles.k), (v, roles.v)))
-    g = None
-    if gate_node is not None and gate_form is not None:
-        log = _emit_gate(ops, gate_form, values[gate_node], wiring.group)
-        if kept is not None:
-            log = ops.call(torch.where, values[kept], log, -float("inf"))
-        logs = {gate_node: log}
-        g = arrange(ops, roles.axes, Canonical.GATE, [gate_node], logs)
-        for node, form in seconds:
-            log_too = {node: _emit_gate(ops, form, values[node], wiring.group)}
-            g = ops.call(torch.add, g, arrange(ops, roles.axes, Canonical.GATE, [node], log_too))
-        if roles.write_factor is not None:
-            factor = {gate_node: _emit_write_factor(ops, roles.write_factor, logs[gate_node])}
-            k = ops.multiply(k, arrange(ops, roles.axes, Canonical.KEY, [gate_node], factor))
-            k = k if operand_dtype == dtype else ops.call(aten.to.dtype, k, operand_dtype)
-    elif roles.constant is not None:
-        like = next(iter(values.values()))
-        state_dtype = torch.float64 if operand_dtype == torch.float64 else torch.float32
-        heads = [
-            ops.call(aten.new_full.default, like, [1], each, dtype=state_dtype) for each in roles.constant
-        ]
-        for each in heads:
-            each.meta["zeco_fitted"] = True
-        g = heads[0] if len(heads) == 1 else ops.call(torch.cat, heads)
-    written = k, v, g
-    if roles.before is not None:
-        # What is the same at all positions has no row to be moved; one of both has.
-        along = roles.axes.analysis.track.sequence_dims
-        if roles.write_factor is not None or any(map(along, roles.k)):
-            k = _one_later(ops, k, wiring.group)
-        if any(map(along, roles.v)):
-            v = _one_later(ops, v, wiring.group)
-        if g is not None and roles.before == "kept":
-            if roles.initial_state is not None and not roles.axes.gate_has_rows:
-                # what it begins with is read as it is
-                in_rows = k if any(map(along, roles.k)) else v
-                g = _one_later(ops, _with_rows(ops, roles, g, in_rows), wiring.group)
-            elif roles.axes.gate_has_rows:
-                g = _one_later(ops, g, wiring.group)
-        elif g is not None:
-            decay = ops.call(torch.exp, g)
-            if not roles.axes.gate_has_key:
-                decay = ops.unsqueeze(decay, 1 if roles.constant is not None else 3)
-            k = ops.call(aten.to.dtype, ops.multiply(k, decay), operand_dtype)
-    state = None
-    if roles.initial_state is not None:
-        state = arrange(ops, roles.axes, Canonical.STATE, [roles.initial_state], values)
-    call = ops.call(
-        torch.ops.zeco.gated_linear_attention.default,
-        q, k, v, g, roles.scale, state, final_state, wiring.schedule, wiring.blocks, wiring.group,
-    )  # fmt: skip
-    o = ops.call(operator.getitem, call, 0)
-    if roles.rows is not None:
-        float_dtype = torch.promote_types(operand_dtype, torch.float32)
-        o = roles.rows.emit(ops, o, ops.size((roles.axes.rows,)), g, float_dtype)
-        o = o if float_dtype == operand_dtype else ops.call(aten.to.dtype, o, operand_dtype)
-    if roles.own is not None:
-        o = _with_own_term(
-            ops, roles, roles.own, o, values, torch.promote_types(operand_dtype, torch.float32)
-        )
-        o = ops.call(aten.to.dtype, o, operand_dtype)
-    o = disarrange(ops, roles.axes, o)
-    if match.length_factor is not None:  # of the slice's length as yet, as the user's own (length.py)
-        from_length, multiplied = match.length_factor
-        o = ops.call(torch.mul if multiplied else torch.div, o, from_length)
-    if operand_dtype != dtype:
-        o = ops.call(aten.to.dtype, o, dtype)
-    last = o  # there are no readers of the state otherwise
-    if final_state:
-        last = ops.call(operator.getitem, call, 1)
-        if roles.before is not None:
-            last = _after_last_write(ops, roles, last, written, wiring)
-    return call, o, last
-
-
-_ENTERED = {"exp(z)": torch.exp, "1 / z": torch.reciprocal}
-"""`roles.ENTRANCES` in the user's graph."""
-
-
-def _one_later(ops: GraphOperations, x: fx.Node, group: str) -> fx.Node:
-    """[B, T, ...] with each row at the next position: the first is the last one of the rank before, zeros at rank 0."""
-    rows = ops.call(torch.ops.zeco.halo.default, x, 1, 1, 0, 0.0, group)
-    return ops.call(aten.slice.Tensor, rows, 1, 0, -1)
-
-
-def _with_rows(ops: GraphOperations, roles: Roles, g: fx.Node, in_rows: fx.Node) -> fx.Node:
-    """A gate that is the same at all positions, with a row for each, [B, T, H] or [B, T, H, K]."""
-    rows = ops.call(aten.zeros_like.default, ops.call(aten.select.int, in_rows, 3, 0))
-    return ops.call(torch.add, ops.unsqueeze(rows, 3) if roles.axes.gate_has_key else rows, g)
-
-
-def _after_last_write(
-    ops: GraphOperations,
-    roles: Roles,
-    state: fx.Node,
-    written: tuple[fx.Node, fx.Node, fx.Node | None],
-    wiring: Wiring,
-) -> fx.Node:
-    """[B, H, K, V] behind the last token of the sequence, from the state that it reads and the k, v and gate of all."""
-    k, v, g = written
-    dtype = torch.promote_types(ops.dtype, torch.float32)
-    k, v = (ops.call(aten.to.dtype, _of_last_token(ops, x, wiring), dtype) for x in (k, v))
-    if g is not None and roles.before == "kept":
-        decay = g if roles.constant is not None else _of_last_token(ops, g, wiring)
-        decay = ops.call(torch.exp, ops.call(aten.to.dtype, decay, dtype))
-        if not roles.axes.gate_has_key:
-            decay = ops.unsqueeze(decay, -1)
-        state = ops.multiply(state, ops.unsqueeze(decay, -1))
-    return ops.call(torch.add, state, ops.multiply(ops.unsqueeze(k, -1), ops.unsqueeze(v, -2)))
-
-
-def _of_last_token(ops: GraphOperations, x: fx.Node, wiring: Wiring) -> fx.Node:
-    """[B, H, ...] of [B, T, H, ...], equal on every rank."""
-    row = ops.call(aten.select.int, x, 1, -1)
-    settle(row)
-    return ops.call(torch.ops.zeco.from_rank.default, row, wiring.world_size - 1, wiring.group)
-
-
-def _with_own_term(
-    ops: GraphOperations,
-    roles: Roles,
-    own: OwnTerm,
-    o: fx.Node,
-    values: dict[fx.Node, fx.Node],
-    dtype: torch.dtype,
-) -> fx.Node:
-    """`o`, [B, T, H, V], and the own term, in at least the precision of a state."""
-    wide = {node: ops.call(aten.to.dtype, values[node], dtype) for node in own.inputs}
-    of_keys, term = own.arranged(ops, roles.axes, wide)
-    if of_keys is not None:
-        term = ops.multiply(ops.call(aten.sum.dim_IntList, of_keys, [-1], True), term)
-    assert own.weight is not None, "it has been measured"
-    weight = own.weight * roles.scale
-    term = term if weight == 1.0 else ops.call(aten.mul.Tensor, term, weight)
-    return ops.call(aten.add.Tensor, ops.call(aten.to.dtype, o, dtype), term)
-
-
-def _as(ops: GraphOperations, x: fx.Node, nodes: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
-    made = _promoted(nodes, dtype)
-    return x if made == dtype else ops.call(aten.to.dtype, x, dtype)
-
-
-def _promoted(nodes: Sequence[fx.Node], default: torch.dtype) -> torch.dtype:
-    dtype = None
-    for node in nodes:
-        own = node.meta["val"].dtype
-        dtype = own if dtype is None else torch.promote_types(dtype, own)
-    return default if dtype is None else dtype
-
-
-def _size_source(axes: CanonicalAxes, values: dict[fx.Node, fx.Node], atom: Atom) -> tuple[fx.Node, int]:
-    analysis = axes.analysis
-    for aten_node, user_node in values.items():
-        for i, dim in enumerate(analysis.track.dims(aten_node)):
-            if analysis.track.axes.flat(dim) == (atom,) or (
-                atom is axes.rows and analysis.track.axes.is_whole_sequence(dim)
-            ):
-                return user_node, i
-    raise NotLinearAttention(f"no input has a dimension of the symbolic size {atom.size} by itself")
-
-
-def _gate_source(analysis: Analysis, roles: Roles) -> _Gate:
-    """The gate's input, or what it was computed from: the log decay under an `exp`, the logits under a sigmoid. And
-    where the state is kept, if the decay is that times a mask (`a * ~reset`): elsewhere the log decay is -inf.
-
-    The decay itself may be zero where its logarithm is an ordinary number.
-    """
-    node, form = roles.gate, roles.form
-    if node is None or form is None or form.name != "log(a)":
-        return node, form, None
-    end = analysis.shadow.origin[roles.axes.output]
-    current = _before_views(node)
-    passed, found, kept = [node, current], node, None
-    if (masked := _times_a_mask(current)) is not None and all(_has_a_name(analysis, each) for each in masked):
-        found, kept = masked
-        current = _before_views(found)
-        passed += [found, current]
-    forms = {f.name: f for f in GATE_FORMS}
-    under: dict[Any, GateForm] = {aten.exp.default: forms["g"], aten.sigmoid.default: forms["logsigmoid(z)"]}
-    inner, same = under.get(current.target), found is node or current is found
-    if inner is not None and same and isinstance(current.args[0], fx.Node):
-        source = current.args[0]
-        if _has_a_name(analysis, source) and reason_against(analysis, passed, end) is None:
-            return source, inner, kept
-    if kept is not None and reason_against(analysis, passed, end) is None:
-        return found, form, kept
-    return node, form, None
-
-
-def _before_views(node: fx.Node) -> fx.Node:
-    views = ("view", "_unsafe_view", "permute", "transpose", "unsqueeze", "squeeze", "clone", "expand", "t")
-    while getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in views:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
-def _times_a_mask(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """What a product multiplies with a mask, and the mask, of true and false."""
-    if node.target is not aten.mul.Tensor:
-        return None
-    factors = [n for n in node.args if isinstance(n, fx.Node) and isinstance(n.meta["val"], torch.Tensor)]
-    masks = [n for n in factors if n.meta["val"].dtype is torch.bool]
-    others = [n for n in factors if n not in masks and n.meta["val"].shape == node.meta["val"].shape]
-    return (others[0], masks[0]) if len(masks) == len(others) == 1 else None
-
-
-def _has_a_name(analysis: Analysis, node: fx.Node) -> bool:
-    """The value is that of a node of the user's graph."""
-    user_node = analysis.shadow.origin.get(node)
-    return node.op == "placeholder" or (
-        user_node is not None and node in analysis.shadow.tensors_made(user_node)
-    )
-
-
-def _emit_gate(ops: GraphOperations, form: GateForm, z: fx.Node, group: str) -> fx.Node:
-    """The log decay in the user's graph."""
-    call = ops.call
-    if form.name == "g":
-        return z
-    if form.name == "-g":
-        return call(torch.neg, z)
-    if form.name == "logsigmoid(z)":
-        return call(torch.nn.functional.logsigmoid, z)
-    if form.name == "-exp(z)":
-        return call(torch.neg, call(torch.exp, z))
-    if form.name == "-softplus(z)":
-        return call(torch.neg, call(torch.nn.functional.softplus, z))
-    if form.name == "z * log(2)":
-        return call(torch.mul, z, 0.6931471805599453)
-    if form.name in ("log(a)", "log(1 - z)"):
-        z = z if form.name == "log(a)" else call(aten.rsub.Scalar, z, 1)
-        where = str(user_location(z))  # one line: Inductor writes it into the code that it generates
-        return call(torch.ops.zeco.log_decay.default, z, where, group)
-    raise AssertionError(f"no graph for the gate form {form.name}")
-
-
-def _emit_write_factor(ops: GraphOperations, name: str, log_decay: fx.Node) -> fx.Node:
-    """`roles.WRITE_FACTORS[name]` in the user's graph."""
-    call = ops.call
-    if name == "1 - a":
-        return call(torch.neg, call(torch.expm1, log_decay))
-    if name == "sqrt(1 - a^2)":
-        return call(torch.sqrt, call(torch.neg, call(torch.expm1, call(torch.mul, log_decay, 2))))
-    raise AssertionError(f"no graph for the write factor {name}")
-
-
-def _state_readers(
-    analysis: Analysis, match: Match, order: dict[fx.Node, int]
-) -> list[tuple[fx.Node, fx.Node]]:
-    """Who reads the state after the last step, other than the region itself."""
-    if match.region.final_state is None:
-        return []
-    inside = set(match.region.user_nodes)
-    return [
-        (user, argument)
-        for (user, argument), read in analysis.shadow.reads.items()
-        if isinstance(read, fx.Node)
-        and same_value(read) is match.region.final_state
-        and user not in inside
-        and user in order
-    ]
-
-
-def _place(readers: list[tuple[fx.Node, fx.Node]], order: dict[fx.Node, int], end: fx.Node) -> fx.Node:
-    """The node of the user's graph behind which the operator goes: the region's end, or in front of the first node
-    that reads the state, if that is earlier and runs in the same mode."""
-    first = min((user for user, _ in readers), key=order.__getitem__, default=end)
-    if order[first] > order[end] or first is end:
-        return end
-    mode_of = modes(end.graph)
-    return first.prev if mode_of[first.prev] == mode_of[first] == mode_of[end] else end
-
-
-def _end(analysis: Analysis, region: Region) -> fx.Node:
-    """The user's node behind which the region's output is there: the one that computed it, or the one before the node
-    that reads it, where it is a view that was written to and is made again when it is read."""
-    node = analysis.shadow.origin[region.output]
-    read_by_itself = any(
-        user is node and read is region.output for (user, _), read in analysis.shadow.reads.items()
-    )
-    return node.prev if read_by_itself else node
-
-
-def left_behind(analysis: Analysis, match: Match) -> tuple[fx.Node, str] | None:
-    """Once a region has been rewritten: a node of it that others still read, and that is no value of positions by
-    itself, and what to say about it."""
-    inside = set(match.region.user_nodes)
-    for node in analysis.gm.graph.nodes:
-        made = analysis.shadow.tensors_made(node) if node in inside else []
-        others = [user for user in node.users if user not in inside]
-        reader = next((n for n in others if n.op == "output" or analysis.shadow.groups.get(n)), None)
-        if reader is None or not any(analysis.state(each) is State.MIXED for each in made):
-            continue
-        by = (
-            "the model returns it"
-            if reader.op == "output"
-            else f"{expression(reader, op_name(reader))} reads it"
-        )
-        return node, (
-            f"it lies inside of what was, which ends with {expression(_end(analysis, match.region), 'it')}, but "
-            f"{by}, and it was not found to be the state of the recurrence after the last token"
-        )
-    return None
-
-
-def _erase(analysis: Analysis, region: Region) -> None:
-    """Drops the nodes of the region that nobody reads any more, writes into its own buffers included."""
-    graph = analysis.gm.graph
-    inside = set(region.user_nodes)
-    for node in reversed(list(graph.nodes)):
-        if node in inside and node.op in ("call_function", "call_method") and not node.users:
-            graph.erase_node(node)
-
-
-def _report(analysis: Analysis, match: Match, number: int, gate: _Gate) -> RegionReport:
-    roles, region = match.roles, match.region
-    if isinstance(roles, ComplexRoles):
-        return _complex_report(analysis, match, roles, number)
-    gate_node, gate_form, _ = gate
-    entries: dict[str, Role] = {}
-    entering = {node: entrance.name for node, entrance in roles.entering}
-    for role, nodes in (("q", roles.q), ("k", roles.k), ("v", roles.v)):
-        for i, node in enumerate(nodes):
-            entries[role if len(nodes) == 1 else f"{role} (factor {i + 1})"] = _role(
-                analysis, node, entering.get(node, "")
-            )
-    if gate_node is not None and gate_form is not None:
-        entries["g"] = _role(
-            analysis, gate_node, "" if gate_form.name == "g" else f"log decay = {gate_form.name}"
-        )
-    for node, form in roles.gates[1:]:
-        entries["g (second factor)"] = _role(analysis, node, f"log decay = {form.name}")
-    for i, node in enumerate(roles.own.beside if roles.own is not None else ()):
-        entries["own term" if not i else f"own term (factor {i + 1})"] = _role(analysis, node, "")
-    if roles.initial_state is not None:
-        entries["initial_state"] = _role(analysis, roles.initial_state, "")
-    end = _end(analysis, region)
-    entries["o"] = _role(analysis, region.output, "")
-    return RegionReport(
-        name=f"attention_{number}",
-        family=roles.family,  # type: ignore[arg-type]
-        how="by meaning",
-        location=user_location(end),
-        roles=entries,
-        scale=f"{roles.scale:.6g}",
-        layout="; ".join(f"{kind.name.lower()} {kind.value}" for kind in (Canonical.KEY, Canonical.VALUE)),
-        notes=[
-            f"{len(region.user_nodes)} nodes of your graph became one operator",
-            *([f"k is multiplied with {roles.write_factor} of the decay a"] if roles.write_factor else []),
-            *([f"a position reads the state before its own write, {roles.before}"] if roles.before else []),
-            *([_told(analysis, roles.own)] if roles.own else []),
-            *(["its result has no gradient, as in your code"] if match.detached else []),
-            *([f"what a position reads is multiplied by {roles.rows}"] if roles.rows else []),
-            *([f"log decay of each head: {_listed(roles.constant)}"] if roles.constant else []),
-            *(f"the values of `{mask.name}` were taken as they are" for mask in region.masks),
-        ],
-        sizes=_sizes(analysis, region, roles),
-        check_error=match.error,
-        sizes_checked=list(match.sizes),
-    )
-
-
-def _complex_report(analysis: Analysis, match: Match, roles: ComplexRoles, number: int) -> RegionReport:
-    region = match.region
-    entries: dict[str, Role] = {}
-    for role, nodes in (("a", roles.decays), ("u", roles.written)):
-        for i, node in enumerate(nodes):
-            entries[role if len(nodes) == 1 else f"{role} (factor {i + 1})"] = _role(analysis, node, "")
-    if roles.initial_state is not None:
-        entries["initial_state"] = _role(analysis, roles.initial_state, "")
-    entries["h"] = _role(analysis, region.output, "")
-    at = Sizes(roles.axes.analysis, roles.axes.analysis.real_length)
-    elements = at.of_dim(roles.axes.value)
-    itemsize = roles.axes.output.meta["val"].dtype.itemsize
-    return RegionReport(
-        name=f"attention_{number}",
-        family=roles.family,
-        how="by meaning",
-        location=user_location(_end(analysis, region)),
-        roles=entries,
-        scale=f"{roles.scale:.6g}",
-        notes=[
-            f"{len(region.user_nodes)} nodes of your graph became one operator",
-            "h = a * h + u of each element by itself, in complex numbers; a state is one of them for each element",
-            *(["its result has no gradient, as in your code"] if match.detached else []),
-        ],
-        sizes={
-            "B": at.of_dim(roles.axes.batch),
-            "T": at.length,
-            "H": 1,
-            "K": elements,
-            "V": 1,
-            "decay width": elements,
-            "bytes of v": itemsize,
-            "bytes of the state": itemsize,
-        },
-        check_error=match.error,
-        sizes_checked=list(match.sizes),
-    )
-
-
-def _told(analysis: Analysis, own: OwnTerm) -> str:
-    of = ", ".join(map(analysis.described, own.inputs))
-    return f"a position adds {own.weight:g} times the product of {of} at its own place"
-
-
-def _listed(values: Sequence[float]) -> str:
-    shown = ", ".join(f"{value:.6g}" for value in values[:8])
-    return shown if len(values) <= 8 else f"{shown}, ... ({len(values)} heads)"
-
-
-def _sizes(analysis: Analysis, region: Region, roles: Roles) -> dict[str, int]:
-    axes, at = roles.axes, Sizes(roles.axes.analysis, analysis.real_length)
-    dtype = _promoted([*roles.q, *roles.k, *roles.v], region.output.meta["val"].dtype)
-    key = at.of_dim(axes.key)
-    return {
-        "B": at.of_dim(axes.batch),
-        "T": at.length,
-        "H": at.of_dim(axes.heads),
-        "K": key,
-        "V": at.of_dim(axes.value),
-        "decay width": key if axes.gate_has_key else 1,
-        "bytes of v": dtype.itemsize,
-        "bytes of the state": 8 if dtype == torch.float64 else 4,
-    }
-
-
-def _role(analysis: Analysis, node: fx.Node, transform: str) -> Role:
-    user_node = analysis.shadow.origin.get(node)
-    if user_node is None:
-        user_node = next((u for u, a in analysis.shadow.inputs.items() if a is node), None)
-    sizes = ", ".join(str(s) for s in node.meta["val"].shape)
-    return Role(str(user_node or node), f"[{sizes}]", transform, user_location(user_node))

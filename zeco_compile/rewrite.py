@@ -38,6 +38,7 @@ from zeco_compile.passes import (
     length_tables,
     loops,
     recognize,
+    replacement,
     running_maxima,
     scans,
     shard,
@@ -74,7 +75,7 @@ class _Rewriting:
     example_inputs: Sequence[Any]
     settings: Settings
     ranks: Ranks
-    wiring: recognize.Wiring
+    wiring: replacement.Wiring
     report: Report
     attempts: list[tuple[fx.Node, str]]
     masks: dict[int, Buffer]
@@ -115,7 +116,7 @@ def rewrite(
     refuse_hooks(gm)
     refuse_inner_gradients(gm)
     _write_out(gm, ranks)
-    wiring = recognize.Wiring(settings.schedule, settings.blocks or 0, ranks.group, ranks.world_size)
+    wiring = replacement.Wiring(settings.schedule, settings.blocks or 0, ranks.group, ranks.world_size)
     work = _Rewriting(gm, example_inputs, settings, ranks, wiring, report, [], {})
     first = work.analyse()
     report.rank, report.world_size, report.group = ranks.rank, ranks.world_size, ranks.group
@@ -377,11 +378,11 @@ def _recognize(
         work.attempts += recognition.attempts
     for match in recognition.matches:
         try:
-            region = recognize.rewrite(analysis, match, work.wiring, len(work.report.regions))
+            region = replacement.replace_region(analysis, match, work.wiring, len(work.report.regions))
         except NotLinearAttention as why:
             work.attempts.append((analysis.shadow.origin[match.region.output], str(why)))
             continue
-        if (left := recognize.left_behind(analysis, match)) is not None:
+        if (left := replacement.left_behind(analysis, match)) is not None:
             work.attempts.append(left)
         work.report.regions.append(region)
         work.masks.update({mask.index: mask for mask in match.region.masks})
