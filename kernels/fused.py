@@ -46,7 +46,6 @@ from zeco_compile.kernels.plans import (
     CHUNK,
     GROUP,
     LEVELS,
-    LIMIT_FP32,
     Plan,
     cdiv,
     plan_for,
@@ -82,7 +81,7 @@ def _strides(x: Tensor | None, dims: int = 4) -> tuple[int, ...]:
 
 
 def _sums(kept: list[Tensor]) -> list[Tensor | None]:
-    """The four sums of a gate per head; of none there are none."""
+    """What is kept of a gate per head, see ``empty_kept``; of none there is nothing."""
     return list(kept[:4]) if len(kept) > 2 else [None] * 4
 
 
@@ -127,11 +126,11 @@ def prepare(
         _channel_states(plan, keys, v, totals, strong, states, decays, reverse=False)
     else:
         if g is not None:
-            to, after, totals, large = kept[:4]
+            to, after, totals, strong = kept[:4]
             plan.start(
                 head.gate_sums, (plan.rows, cdiv(plan.chunks, 16)),
-                (g, to, after, totals, large), (*_strides(g, 3), *plan.all_chunks()),
-                CHUNKS=16, CHUNK=CHUNK, LIMIT=LIMIT_FP32, num_warps=4,
+                (g, to, after, totals, strong), (*_strides(g, 3), *plan.all_chunks()),
+                CHUNKS=16, CHUNK=CHUNK, LIMIT=plan.limit, num_warps=4,
             )  # fmt: skip
         _head_states(plan, k, v, kept, states, decays, 1.0, reverse=False)
     state, log_decay = _scan(plan, states, decays, before, reverse=False)
@@ -169,10 +168,10 @@ def _head_states(
     *,
     reverse: bool,
 ) -> None:
-    to, after, totals, _ = _sums(kept)
+    to, after, totals, strong = _sums(kept)
     plan.start(
         head.segment_states, plan.by_segment("segment_states"),
-        (operand, values, to if reverse else after, totals, states, decays),
+        (operand, values, to if reverse else after, totals, strong, states, decays),
         (scale, *_strides(operand), *_strides(values), *plan.tokens()),
         **plan.tiles("segment_states"), REVERSE=reverse, GATED=totals is not None,
     )  # fmt: skip
@@ -182,7 +181,7 @@ def _head_states(
 def chunk_pairs(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, kept: list[Tensor], everywhere: bool
 ) -> Tensor:
-    """The attention matrices, see ``empty_pairs``: of all chunks, or of those with strong channels only."""
+    """The attention matrices, see ``empty_pairs``: of all chunks, or of those with strong gates only."""
     pairs = empty_pairs(q, k, v, g, everywhere)
     plan = plan_for(q, k, v, g)
     if per_channel(g):
@@ -193,12 +192,14 @@ def chunk_pairs(
             (scale, *_strides(q), *_strides(k), *_strides(g), *plan.all_chunks(), plan.every_chunk, count),
             **plan.tiles("chunk_pairs", "K", "BK"), WIDTH=plan.width, CHUNKS=GROUP, LEVELS=LEVELS, ALL=everywhere,
         )  # fmt: skip
-    elif everywhere:
-        to, _, _, large = _sums(kept)
+    elif everywhere or g is not None:
+        to, _, _, strong = _sums(kept)
+        grid, count = plan.by_group("chunk_pairs")
         plan.start(
-            head.chunk_pairs, (plan.every_chunk,),
-            (q, k, g, to, large, pairs), (*_strides(q), *_strides(k), *_strides(g, 3), *plan.all_chunks()),
-            **plan.tiles("chunk_pairs", "K", "BK"), GATED=g is not None,
+            head.chunk_pairs, grid,
+            (q, k, g, to, strong, pairs),
+            (*_strides(q), *_strides(k), *_strides(g, 3), *plan.all_chunks(), plan.every_chunk, count),
+            **plan.tiles("chunk_pairs", "K", "BK"), CHUNKS=GROUP, ALL=everywhere, GATED=g is not None,
         )  # fmt: skip
     return pairs
 
@@ -259,31 +260,29 @@ def _read(
     pairs_given: bool,
 ) -> None:
     """o from values v; reverse: dv from the gradient of o."""
-    name = "read_out" if saved.numel() == 0 or per_channel(g) else "read_out_saving_per_head"
     how = {
         "REVERSE": reverse,
         "SAVE": saved.numel() > 0,
         "PAIRS": pairs_given,
         "ENTERING": entering is not None,
     }
-    how |= plan.tiles(name)
+    how |= plan.tiles("read_out")
     if entering is not None:
         entering = entering.contiguous()
     if per_channel(g):
         queries, keys, totals, strong = kept[:4]
         reader, writer = (keys, queries) if reverse else (queries, keys)
         plan.start(
-            channel.read_out, plan.by_segment(name),
+            channel.read_out, plan.by_segment("read_out"),
             (reader, writer, values, totals, strong, pairs, *segments, entering, out, saved),
             (*_strides(values), *_strides(out, 3), *plan.tokens()), **how,
         )  # fmt: skip
         return
     reader, writer = (k, q) if reverse else (q, k)
     plan.start(
-        head.read_out, plan.by_segment(name),
-        (reader, writer, values, g, *_sums(kept), pairs, *segments, entering, out, saved),
-        (scale, *_strides(reader), *_strides(writer), *_strides(values), *_strides(g, 3), *_strides(out, 3),
-         *plan.tokens()),
+        head.read_out, plan.by_segment("read_out"),
+        (reader, writer, values, *_sums(kept), pairs, *segments, entering, out, saved),
+        (scale, *_strides(reader), *_strides(writer), *_strides(values), *_strides(out, 3), *plan.tokens()),
         **how, GATED=g is not None,
     )  # fmt: skip
 

@@ -28,8 +28,8 @@ def empty_kept(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> list[Tensor
     """Not yet written: by the kind of gate, then the states before segments and what is left there.
 
     Per channel: the two operands [B*H, chunks * 64, width], each chunk's totals, which channels are strong, and the
-    weights of their gates. Per head: in each chunk the sums of the gates to each token, after each, of all, and whether
-    they are large.
+    weights of their gates. Per head: the exponents with which each token reads and writes, each chunk's total, and
+    which chunks are strong.
     """
     batch, tokens, heads, key = q.shape
     rows, chunks = batch * heads, cdiv(tokens, CHUNK)
@@ -61,7 +61,7 @@ def _empty_by_chunk(shape: Sequence[int], q: Tensor, k: Tensor, v: Tensor, wante
 
 def empty_pairs(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, everywhere: bool) -> Tensor:
     """Not yet written: the attention matrix of each chunk [B*H, chunks, 64, 64], or nothing."""
-    return _empty_by_chunk((CHUNK, CHUNK), q, k, v, everywhere or per_channel(g))
+    return _empty_by_chunk((CHUNK, CHUNK), q, k, v, everywhere or g is not None)
 
 
 def empty_dpairs(q: Tensor, k: Tensor, v: Tensor, everywhere: bool) -> Tensor:
@@ -70,5 +70,5 @@ def empty_dpairs(q: Tensor, k: Tensor, v: Tensor, everywhere: bool) -> Tensor:
 
 
 def empty_saved(q: Tensor, k: Tensor, v: Tensor, save: bool) -> Tensor:
-    """Not yet written: each chunk's incoming state [B*H, chunks, K, V], or nothing."""
-    return _empty_by_chunk((q.shape[3], v.shape[3]), q, k, v, save)
+    """Not yet written: each chunk's incoming state, transposed [B*H, chunks, V, K], or nothing."""
+    return _empty_by_chunk((v.shape[3], q.shape[3]), q, k, v, save)

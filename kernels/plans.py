@@ -206,7 +206,7 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
     shared memory."""
     value = max(16, power_of_2(value))
     columns = min(value, max(32, (8192 if wide else 16384) // width), 128 if wide else 256)
-    saving = min(columns, max(64, 8192 // width))
+    reading = min(64, columns)  # TODO
     half, narrow = min(64, width), min(32, width)
     across = min(value, 32 if wide else 64)
     fewer = 1 if wide and width > 128 else 2  # two rows of 256 float32 a token, twice, are more than there is
@@ -218,9 +218,7 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
         "operands": Launch(narrow if wide else half, 0, 4, 1, None if wide else 128),
         "chunk_pairs": Launch(narrow if wide else half, 0, 4, 1, None if wide else 168),
         "segment_states": Launch(width, columns, _warps(width, columns, wide), 2 if wide else 3),
-        "read_out": Launch(width, columns, _warps(width, columns, wide), fewer if wide or width > 128 else 3),
-        # what makes operands of q and k on the way has less shared memory to spare
-        "read_out_saving_per_head": Launch(width, saving, _warps(width, saving, wide), fewer),
+        "read_out": Launch(width, reading, _warps(width, reading, wide), fewer if wide or width > 128 else 3),
         "pairs_backward": Launch(0, across, 4, 2),
         "operands_backward": Launch(narrow if wide else half, min(across, half), 4, 2 if wide else 3),
         "strong_operands_backward": Launch(narrow, min(across, narrow), 4, 1),
@@ -229,7 +227,7 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
 
 def most_segments(rows: int, width: int, value: int, wide: bool, device: torch.device) -> int:
     """As many as fill the device; of the sizes of one token only, so that it may be asked with symbols."""
-    tiles = cdiv(value, _launches(width, int(value), wide)["read_out"].value)
+    tiles = cdiv(value, _launches(width, int(value), wide)["segment_states"].value)
     fill = processors_of(device) // (rows * tiles)
     return max(1, fill) if isinstance(fill, int) else torch.sym_max(1, fill)
 

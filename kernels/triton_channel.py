@@ -293,8 +293,10 @@ def read_out(
 
     REVERSE: dv, from the keys' operand, the queries', the gradient of o and that of the state after each segment. SAVE
     keeps the state that each chunk read, as it stood between the operands. PAIRS says that ``pairs`` holds all chunks,
-    not only those with strong channels. One program a (batch and head, segment, value tile), with the state in
-    registers.
+    not only those with strong channels. One program a (batch and head, segment, value tile).
+
+    All products are transposed, value channels by tokens: the state, [BV, BK] in registers, is then a left operand,
+    which is taken from there. A right one would go through shared memory in every chunk.
     """
     bh = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(1)
@@ -303,7 +305,7 @@ def read_out(
     rows, c = tl.arange(0, CHUNK), tl.arange(0, BK)
     w += b * w_b + h * w_h
     out += b * out_b + h * out_h
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    i, j = tl.arange(0, CHUNK)[None, :], tl.arange(0, CHUNK)[:, None]
     segments = tl.num_programs(1)
     begin = segment * per_segment
     end = tl.minimum(begin + per_segment, chunks)
@@ -313,7 +315,7 @@ def read_out(
     side, inner = chunk_factors(tl.load(totals + ahead), strong)
     # the state as it stands between a chunk's operands
     state = segment_state(starts, before, entering, bh, segment, segments, c, columns, K, V, K, ENTERING)
-    state = state * side[:, None]
+    state = tl.trans(state) * side[None, :]
     for step in range(end - begin):
         n = end - 1 - step if REVERSE else begin + step
         following = tl.maximum(n - 1, begin) if REVERSE else tl.minimum(n + 1, end - 1)
@@ -323,26 +325,26 @@ def read_out(
         at = rows[:, None] * BK + c[None, :]
         reader, writer = tl.load(x + chunk * CHUNK * BK + at), tl.load(y + chunk * CHUNK * BK + at)
         first, left = chunk_rows(n, tokens, CHUNK)
-        value = tile(w + first * w_t, rows, w_t, columns, w_c, left, V).to(DOT)
+        value = tl.trans(tile(w + first * w_t, rows, w_t, columns, w_c, left, V).to(DOT))
         arriving = state.to(DOT)
         if SAVE:
-            store_tile(saved + chunk * K * V, arriving, c, V, columns, 1, K, V)
+            store_tile(saved + chunk * K * V, arriving, columns, K, c, 1, V, K)
         exact = tl.max(strong, 0) != 0
         if PAIRS or exact:
             square = pairs + chunk * CHUNK * CHUNK
             a = tl.load(square + (j * CHUNK + i if REVERSE else i * CHUNK + j)).to(tl.float32)
         else:
-            a = tl.dot(reader, tl.trans(writer), input_precision=PRECISION)
+            a = tl.dot(writer, tl.trans(reader), input_precision=PRECISION)
         if exact:
-            state = state * inner[:, None]
+            state = state * inner[None, :]
         # the other half goes here, and what overflowed in it
         a = tl.where(i <= j if REVERSE else i >= j, a, 0.0).to(DOT)
-        result = tl.dot(a, value, input_precision=PRECISION)
-        result = tl.dot(reader, arriving, result, input_precision=PRECISION)
-        store_tile(out + first * out_t, result, rows, out_t, columns, 1, left, V)
-        state = tl.dot(tl.trans(writer), value, state, input_precision=PRECISION)
+        result = tl.dot(arriving, tl.trans(reader), input_precision=PRECISION)
+        result = tl.dot(value, a, result, input_precision=PRECISION)
+        store_tile(out + first * out_t, tl.trans(result), rows, out_t, columns, 1, left, V)
+        state = tl.dot(value, writer, state, input_precision=PRECISION)
         next_side, inner = chunk_factors(next_total, next_strong)
-        state = state * (side * next_side)[:, None]
+        state = state * (side * next_side)[None, :]
         side, strong = next_side, next_strong
 
 
@@ -362,13 +364,13 @@ def _through_values(
         columns = start + tl.arange(0, BV)
         grad = tile(do, rows, do_t, columns, do_c, left, V).to(DOT)
         value = tile(v, rows, v_t, columns, v_c, left, V).to(DOT)
-        before = tile(entering, c, V, columns, 1, K, V)
-        after = tile(leaving, c, V, columns, 1, K, V)
+        before = tile(entering, columns, K, c, 1, V, K)
+        after = tile(leaving, columns, K, c, 1, V, K)
         if not GIVEN:
             dpairs = tl.dot(grad, tl.trans(value), dpairs, input_precision=PRECISION)
-        dquery = tl.dot(grad, tl.trans(before), dquery, input_precision=PRECISION)
-        dkey = tl.dot(value, tl.trans(after), dkey, input_precision=PRECISION)
-        through += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
+        dquery = tl.dot(grad, before, dquery, input_precision=PRECISION)
+        dkey = tl.dot(value, after, dkey, input_precision=PRECISION)
+        through += tl.sum(before.to(tl.float32) * after.to(tl.float32), 0)
     if GIVEN:
         dpairs += tl.load(given + rows[:, None] * CHUNK + rows[None, :]).to(tl.float32)
     return dpairs, dquery, dkey, through

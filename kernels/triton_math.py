@@ -87,10 +87,10 @@ def chunk_factors(total, strong):
     """What a chunk's total (log2) makes of a state: on the way in to the chunk's operands and out again, and inside.
 
     With r the total's half, an ordinary channel keeps q exp2(G - r) and k exp2(r - G): the state enters and leaves
-    through exp2(r). A strong one keeps q exp2(G) and k exp2(total - G): all of its decay is inside.
+    through exp2(r). A strong one keeps q exp2(G) and k exp2(total - G): all of its decay is inside. Where a gate is one
+    for all channels, the same of chunks.
     """
-    zero = tl.zeros_like(total)
-    return tl.exp2(tl.where(strong != 0, zero, total * 0.5)), tl.exp2(tl.where(strong != 0, total, zero))
+    return tl.exp2(tl.where(strong != 0, 0.0, total * 0.5)), tl.exp2(tl.where(strong != 0, total, 0.0))
 
 
 @triton.jit
