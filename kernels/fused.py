@@ -222,7 +222,7 @@ def read_out(
     if state_in is not None:
         check_state("state_in", state_in, plan.sizes)
     o = q.new_empty(v.shape)
-    saved = empty_saved(q, k, v, save)
+    saved = empty_saved(q, k, v, g, save)
     _read(
         plan,
         q,
@@ -266,21 +266,22 @@ def _read(
         "PAIRS": pairs_given,
         "ENTERING": entering is not None,
     }
-    how |= plan.tiles("read_out")
+    name = "read_out" if per_channel(g) else "read_out_per_head"
+    how |= plan.tiles(name)
     if entering is not None:
         entering = entering.contiguous()
     if per_channel(g):
         queries, keys, totals, strong = kept[:4]
         reader, writer = (keys, queries) if reverse else (queries, keys)
         plan.start(
-            channel.read_out, plan.by_segment("read_out"),
+            channel.read_out, plan.by_segment(name),
             (reader, writer, values, totals, strong, pairs, *segments, entering, out, saved),
             (*_strides(values), *_strides(out, 3), *plan.tokens()), **how,
         )  # fmt: skip
         return
     reader, writer = (k, q) if reverse else (q, k)
     plan.start(
-        head.read_out, plan.by_segment("read_out"),
+        head.read_out, plan.by_segment(name),
         (reader, writer, values, *_sums(kept), pairs, *segments, entering, out, saved),
         (scale, *_strides(reader), *_strides(writer), *_strides(values), *_strides(out, 3), *plan.tokens()),
         **how, GATED=g is not None,

@@ -69,6 +69,8 @@ def empty_dpairs(q: Tensor, k: Tensor, v: Tensor, everywhere: bool) -> Tensor:
     return _empty_by_chunk((CHUNK, CHUNK), q, k, v, everywhere)
 
 
-def empty_saved(q: Tensor, k: Tensor, v: Tensor, save: bool) -> Tensor:
-    """Not yet written: each chunk's incoming state, transposed [B*H, chunks, V, K], or nothing."""
-    return _empty_by_chunk((v.shape[3], q.shape[3]), q, k, v, save)
+def empty_saved(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -> Tensor:
+    """Not yet written: each chunk's incoming state, [B*H, chunks, K, V] or, of a gate per head, [B*H, chunks, V, K]
+    (each the faster for who reads it); or nothing."""
+    state = (q.shape[3], v.shape[3]) if per_channel(g) else (v.shape[3], q.shape[3])
+    return _empty_by_chunk(state, q, k, v, save)

@@ -206,7 +206,8 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
     shared memory."""
     value = max(16, power_of_2(value))
     columns = min(value, max(32, (8192 if wide else 16384) // width), 128 if wide else 256)
-    reading = min(64, columns)  # TODO
+    reading = min(columns, 64)  # rows of a state that four warps share, so that two programs fit a processor
+    warps = _warps(width, reading, wide)
     half, narrow = min(64, width), min(32, width)
     across = min(value, 32 if wide else 64)
     fewer = 1 if wide and width > 128 else 2  # two rows of 256 float32 a token, twice, are more than there is
@@ -218,7 +219,13 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
         "operands": Launch(narrow if wide else half, 0, 4, 1, None if wide else 128),
         "chunk_pairs": Launch(narrow if wide else half, 0, 4, 1, None if wide else 168),
         "segment_states": Launch(width, columns, _warps(width, columns, wide), 2 if wide else 3),
-        "read_out": Launch(width, reading, _warps(width, reading, wide), fewer if wide or width > 128 else 3),
+        "read_out": Launch(width, reading, 8 if wide and width == 128 else warps, fewer if wide else 3),
+        # what weighs tokens on the way leaves no room for two of a wide state on a processor, nor for its loads
+        "read_out_per_head": (
+            Launch(width, columns, _warps(width, columns, wide), 3)
+            if width == 128 and not wide
+            else Launch(width, reading, warps, fewer if wide or width > 128 else 4)
+        ),
         "pairs_backward": Launch(0, across, 4, 2),
         "operands_backward": Launch(narrow if wide else half, min(across, half), 4, 2 if wide else 3),
         "strong_operands_backward": Launch(narrow, min(across, narrow), 4, 1),

@@ -328,7 +328,7 @@ def read_out(
         value = tl.trans(tile(w + first * w_t, rows, w_t, columns, w_c, left, V).to(DOT))
         arriving = state.to(DOT)
         if SAVE:
-            store_tile(saved + chunk * K * V, arriving, columns, K, c, 1, V, K)
+            store_tile(saved + chunk * K * V, tl.trans(arriving), c, V, columns, 1, K, V)
         exact = tl.max(strong, 0) != 0
         if PAIRS or exact:
             square = pairs + chunk * CHUNK * CHUNK
@@ -364,13 +364,13 @@ def _through_values(
         columns = start + tl.arange(0, BV)
         grad = tile(do, rows, do_t, columns, do_c, left, V).to(DOT)
         value = tile(v, rows, v_t, columns, v_c, left, V).to(DOT)
-        before = tile(entering, columns, K, c, 1, V, K)
-        after = tile(leaving, columns, K, c, 1, V, K)
+        before = tile(entering, c, V, columns, 1, K, V)
+        after = tile(leaving, c, V, columns, 1, K, V)
         if not GIVEN:
             dpairs = tl.dot(grad, tl.trans(value), dpairs, input_precision=PRECISION)
-        dquery = tl.dot(grad, before, dquery, input_precision=PRECISION)
-        dkey = tl.dot(value, after, dkey, input_precision=PRECISION)
-        through += tl.sum(before.to(tl.float32) * after.to(tl.float32), 0)
+        dquery = tl.dot(grad, tl.trans(before), dquery, input_precision=PRECISION)
+        dkey = tl.dot(value, tl.trans(after), dkey, input_precision=PRECISION)
+        through += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
     if GIVEN:
         dpairs += tl.load(given + rows[:, None] * CHUNK + rows[None, :]).to(tl.float32)
     return dpairs, dquery, dkey, through

@@ -126,9 +126,7 @@ def segment_states(
             value = value.to(tl.float32) * scale
         state = tl.dot(value.to(DOT), operand, state, input_precision=PRECISION)
     segments = tl.num_programs(1)
-    store_tile(
-        states + (bh * segments + segment) * K * V, tl.trans(state * out), c, V, columns, 1, K, V
-    )
+    store_tile(states + (bh * segments + segment) * K * V, tl.trans(state * out), c, V, columns, 1, K, V)
     written = tl.where(tl.program_id(2) == 0, 1, 0)
     one = tl.arange(0, 1)
     tl.store(decays + bh * segments + segment + one, decay, mask=one < written)
@@ -187,9 +185,9 @@ def read_out(
     """o of every token, from the queries x, the keys y, the values w and the state before each segment.
 
     REVERSE: dv, from the keys, the queries, the gradient of o and that of the state after each segment. SAVE keeps the
-    state that each chunk read, as it stood between the weights. PAIRS says that ``pairs`` holds all chunks' attention
-    matrices, not only those of strong chunks. One program a (batch and head, segment, value tile), transposed as its
-    namesake for a gate per channel.
+    state that each chunk read, as it stood between the weights, transposed. PAIRS says that ``pairs`` holds all chunks'
+    attention matrices, not only those of strong chunks. One program a (batch and head, segment, value tile), transposed
+    as its namesake for a gate per channel.
     """
     bh = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(1)
@@ -218,9 +216,8 @@ def read_out(
     for step in range(end - begin):
         n = end - 1 - step if REVERSE else begin + step
         chunk = bh * chunks + n
-        first, left = chunk_rows(n, tokens, CHUNK)
         # offsets from the first chunk: those of a chunk would stay in registers, of which there are not enough
-        t = first + rows
+        t = tl.cast(n, tl.int64) * CHUNK + rows
         reader = tile(x, t, x_t, c, x_c, tokens, K).to(DOT)
         writer = tile(y, t, y_t, c, y_c, tokens, K).to(DOT)
         value = tl.trans(tile(w, t, w_t, columns, w_c, tokens, V).to(DOT))

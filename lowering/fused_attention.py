@@ -76,7 +76,7 @@ def _read_out_fake(
 ) -> tuple[Tensor, Tensor]:
     from zeco_compile.kernels import fused
 
-    return q.new_empty(v.shape), fused.empty_saved(q, k, v, save)
+    return q.new_empty(v.shape), fused.empty_saved(q, k, v, g, save)
 
 
 def _prepare_backward_fake(
