@@ -266,7 +266,8 @@ def _read(
         "PAIRS": pairs_given,
         "ENTERING": entering is not None,
     }
-    name = "read_out" if per_channel(g) else "read_out_per_head"
+    by_channel = "read_out_of_pairs" if pairs_given else "read_out"
+    name = by_channel if per_channel(g) else "read_out_per_head"
     how |= plan.tiles(name)
     if entering is not None:
         entering = entering.contiguous()

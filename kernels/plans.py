@@ -174,6 +174,12 @@ def processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _is_roomy(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    return driver.active.utils.get_device_properties(device.index)["max_shared_mem"] >= 227 << 10
+
+
 def precision_of(device: torch.device, *tensors: Tensor) -> tuple[Any, str, float]:
     dtypes = {x.dtype for x in tensors}
     if device.type != "cuda":
@@ -201,13 +207,14 @@ def _warps(width: int, columns: int, wide: bool) -> int:
 
 
 @cache
-def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
+def _launches(width: int, value: int, wide: bool, roomy: bool) -> dict[str, Launch]:
     """What was fastest on an H200 (K = V = 128, bf16); ``wide`` for operands of four bytes, which take twice the
-    shared memory."""
+    shared memory; ``roomy`` where a program has 227 KiB of that, as from sm_90 on."""
     value = max(16, power_of_2(value))
     columns = min(value, max(32, (8192 if wide else 16384) // width), 128 if wide else 256)
     reading = min(columns, 64)  # rows of a state that four warps share, so that two programs fit a processor
     warps = _warps(width, reading, wide)
+    reader_warps = 8 if wide and width == 128 else warps
     half, narrow = min(64, width), min(32, width)
     across = min(value, 32 if wide else 64)
     fewer = 1 if wide and width > 128 else 2  # two rows of 256 float32 a token, twice, are more than there is
@@ -219,7 +226,8 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
         "operands": Launch(narrow if wide else half, 0, 4, 1, None if wide else 128),
         "chunk_pairs": Launch(narrow if wide else half, 0, 4, 1, None if wide else 168),
         "segment_states": Launch(width, columns, _warps(width, columns, wide), 2 if wide else 3),
-        "read_out": Launch(width, reading, 8 if wide and width == 128 else warps, fewer if wide else 3),
+        "read_out": Launch(width, reading, reader_warps, fewer if wide or (width > 128 and not roomy) else 3),
+        "read_out_of_pairs": Launch(width, reading, reader_warps, fewer if wide or width > 128 else 3),
         # what weighs tokens on the way leaves no room for two of a wide state on a processor, nor for its loads
         "read_out_per_head": (
             Launch(width, columns, _warps(width, columns, wide), 3)
@@ -234,7 +242,7 @@ def _launches(width: int, value: int, wide: bool) -> dict[str, Launch]:
 
 def most_segments(rows: int, width: int, value: int, wide: bool, device: torch.device) -> int:
     """As many as fill the device; of the sizes of one token only, so that it may be asked with symbols."""
-    tiles = cdiv(value, _launches(width, int(value), wide)["segment_states"].value)
+    tiles = cdiv(value, _launches(width, int(value), wide, False)["segment_states"].value)
     fill = processors_of(device) // (rows * tiles)
     return max(1, fill) if isinstance(fill, int) else torch.sym_max(1, fill)
 
@@ -263,7 +271,7 @@ def _make_plan(sizes: Sizes, device: torch.device, dot: Any, precision: str, lim
     most = most_segments(sizes.batch * sizes.heads, width, sizes.value, wide, device)
     per_segment = cdiv(chunks, min(most, chunks))
     segments = cdiv(chunks, per_segment)
-    launches = _launches(width, sizes.value, wide)
+    launches = _launches(width, sizes.value, wide, _is_roomy(device))
     return Plan(
         sizes, chunks, per_segment, segments, width, processors_of(device), dot, precision, limit, launches
     )
