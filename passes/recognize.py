@@ -40,6 +40,7 @@ from zeco_compile.passes.linearity import first_not_affine
 from zeco_compile.passes.locations import expression, user_location
 from zeco_compile.passes.modes import modes, reason_against, without_gradient
 from zeco_compile.passes.plans import settle
+from zeco_compile.passes.readers import reader_of_erased_writes, readers_behind
 from zeco_compile.passes.region import (
     INSIDE,
     CannotEvaluate,
@@ -517,28 +518,32 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     region, roles = match.region, match.roles
     end = _end(analysis, region)
     order = {node: i for i, node in enumerate(graph.nodes)}
-    readers = [
-        (user, argument)
-        for (user, argument), read in shadow.reads.items()
-        if read is region.output and order.get(user, -1) > order[end]
-    ]
+    found = readers_behind(shadow, region.output, order[end], order)
+    if found is None:
+        raise NotLinearAttention("its result is written to, and read under a name from before")
+    readers, written_to = found
     if not readers:
         raise NotLinearAttention("nothing reads its result under a name of its own")
     state_readers, state_scale = _state_readers(analysis, match, order), 1.0
     place = _place(state_readers, order, end)
     state_readers = [each for each in state_readers if order[each[0]] > order[place]]
+    stale = reader_of_erased_writes(shadow, graph, region.user_nodes, [*readers, *state_readers], order)
+    if stale is not None:
+        raise NotLinearAttention(
+            f"{expression(stale, op_name(stale))} reads what it writes under another name"
+        )
     if state_readers and match.detached:
         raise NotLinearAttention("its result has no gradient, and the state that is read has one")
     if state_readers:
         if isinstance(roles, ComplexRoles):
-            found = final_complex_state_scale(region, roles.axes.analysis, roles)
+            scale = final_complex_state_scale(region, roles.axes.analysis, roles)
         else:
-            found = final_state_scale(region, roles.axes.analysis, roles)
-        if found is None:
+            scale = final_state_scale(region, roles.axes.analysis, roles)
+        if scale is None:
             raise NotLinearAttention(
                 "what it leaves behind for the next call is not the state of the recurrence"
             )
-        state_scale = _rounded(found)
+        state_scale = _rounded(scale)
     gate: _Gate = (None, None, None)
     if isinstance(roles, ComplexRoles):
         needed = list(roles.inputs)
@@ -579,6 +584,8 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
         keep_if_any(call, region.user_nodes)
         if match.detached:
             o = ops.call(aten.detach.default, o)
+        if written_to:  # its backward may need what it returned
+            o = ops.call(aten.clone.default, o)
         if state_readers and region.final_state is not None:
             last = disarrange(ops, roles.axes, last, Canonical.STATE, region.final_state)
             last = last if state_scale == 1.0 else ops.call(aten.mul.Tensor, last, state_scale)
@@ -588,6 +595,7 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     if state_readers and region.final_state is not None:
         shadow.rewritten[region.final_state] = last
     for user, argument in readers:
+        shadow.rewritten.update(dict.fromkeys(shadow.tensors_read(user, argument), o))  # written to, others
         user.replace_input_with(argument, o)
     for user, argument in state_readers:
         user.replace_input_with(argument, last)
