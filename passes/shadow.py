@@ -117,8 +117,8 @@ class _Recorder(fx.Interpreter):
         ]
         if written:
             self.writes[n] = frozenset(key for x in written for key in torch_private.memory_of(x))
-        self._claim_new_nodes(n)
         self.made[n] = self._aten(result)
+        self._claim_new_nodes(n)  # a view of what has been written to is made again
         self.memory[n] = frozenset(torch_private.memory_of(result))
         self._alive.append(result)
         if n.op == "placeholder" and isinstance(self.made[n], fx.Node):

@@ -25,6 +25,7 @@ from torch import fx
 
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis
 from zeco_compile.passes.composites import composite
+from zeco_compile.passes.end_rows import is_first
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.length import depends_on, global_number
 from zeco_compile.passes.locations import user_location
@@ -348,13 +349,11 @@ def _is_first(analysis: Analysis, node: fx.Node) -> bool | None:
     size = shape(source)[dim]
     one = node.target in (aten.select.int, aten.select_scatter.default)
     if isinstance(analysis.length, int):
-        if not one or not is_local(analysis, source):
-            return None
-        index = argument(node, "index")
         other = analysis.at_whole_length(node) if analysis.at_whole_length is not None else None
         if other is None:
-            return index == 0 if index in (0, -1) else None
-        return _is_first_at_whole_length(node, other)
+            at_end = one and is_local(analysis, source) and argument(node, "index") in (0, -1)
+            return argument(node, "index") == 0 if at_end else None
+        return is_first(node, other)
     if not one:
         count = shape(node if node.target is aten.slice.Tensor else operand(node, 1))[dim]
         if not isinstance(count, int) or analysis.track.number(argument(node, "step", 1)) != 1:
@@ -367,21 +366,6 @@ def _is_first(analysis: Analysis, node: fx.Node) -> bool | None:
     if isinstance(before, int):
         return True
     return False if isinstance(behind, int) else None
-
-
-def _is_first_at_whole_length(node: fx.Node, other: fx.Node) -> bool | None:
-    """From which end the rows that `node` and, of the whole sequence, `other` take are the same; None if from neither:
-    `x[:, T // 8]` takes the first of a short one."""
-    found = []
-    for each in (node, other):
-        index, size = argument(each, "index"), shape(operand(each, 0))[argument(each, "dim")]
-        if not isinstance(index, int) or not isinstance(size, int):
-            return None
-        found.append((index % size, size - index % size))
-    (start, end), (whole_start, whole_end) = found
-    if start == whole_start:
-        return True
-    return False if end == whole_end else None
 
 
 def _is_taken_from(output: fx.Node, node: fx.Node) -> bool:

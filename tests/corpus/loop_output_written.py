@@ -1,5 +1,5 @@
-"""What a loop has put together is written to in place, as a whole, in a column and through a view, and a second loop
-takes what has become of it."""
+"""What a loop has put together is scaled in place, a second loop takes what has become of it, and of that one's columns
+are written, also through a view."""
 
 import torch
 from torch import nn
@@ -26,9 +26,10 @@ class Model(nn.Module):
         a = torch.sigmoid(self.gate(x) + 2)
         y = recurrence(a, x)
         y *= self.scale
-        y[..., 0] = 1.5
-        y[..., 1:3].mul_(2)
-        return recurrence(a, y) - y
+        z = recurrence(a, y)
+        z[..., 0] = 1.5
+        z[..., 1:3].mul_(2)
+        return z - y
 
 
 def make_model():
