@@ -44,14 +44,16 @@ def reader_of_erased_writes(
     graph: fx.Graph,
     region: Collection[fx.Node],
     redirected: Sequence[Reader],
+    kept: Sequence[fx.Node],
     order: Mapping[fx.Node, int],
 ) -> fx.Node | None:
     """A node that goes on reading memory into which nodes of `region` write that will be erased, once the reads
-    `redirected` have gone to something else; None if there is none."""
+    `redirected` have gone to something else, which reads the nodes `kept`; None if there is none."""
     inside, elsewhere = set(region), set(redirected)
     stack = [
         node for node in graph.nodes if node.op == "output" or (node in shadow.writes and node not in inside)
     ]
+    stack += kept
     alive = set(stack)
     while stack:
         node = stack.pop()
@@ -63,6 +65,9 @@ def reader_of_erased_writes(
     for node in inside - alive:
         for key in shadow.writes.get(node, ()):
             first[key] = min(first.get(key, order[node]), order[node])
+    for node in kept:
+        if any(key in first for key in shadow.memory.get(node, ())):
+            return node
     for reader in shadow.reads.keys() - elsewhere:
         user, argument = reader
         memory = shadow.memory.get(argument, frozenset())

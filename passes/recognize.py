@@ -527,11 +527,6 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
     state_readers, state_scale = _state_readers(analysis, match, order), 1.0
     place = _place(state_readers, order, end)
     state_readers = [each for each in state_readers if order[each[0]] > order[place]]
-    stale = reader_of_erased_writes(shadow, graph, region.user_nodes, [*readers, *state_readers], order)
-    if stale is not None:
-        raise NotLinearAttention(
-            f"{expression(stale, op_name(stale))} reads what it writes under another name"
-        )
     if state_readers and match.detached:
         raise NotLinearAttention("its result has no gradient, and the state that is read has one")
     if state_readers:
@@ -562,6 +557,11 @@ def rewrite(analysis: Analysis, match: Match, wiring: Wiring, number: int) -> Re
                 f"the value {analysis.described(node)} that it needs has been overwritten by then"
             )
     values = {node: held[node] for node in needed}
+    kept, redirected = list(values.values()), [*readers, *state_readers]
+    stale = reader_of_erased_writes(shadow, graph, region.user_nodes, redirected, kept, order)
+    if stale is not None:
+        name = expression(stale, op_name(stale))
+        raise NotLinearAttention(f"{name} reads what it writes under another name")
     dtype = region.output.meta["val"].dtype
     if isinstance(roles, Roles):
         dtype = _promoted([*roles.q, *roles.k, *roles.v], dtype)

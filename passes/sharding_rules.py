@@ -23,7 +23,7 @@ import sympy
 import torch
 from torch import fx
 
-from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis
+from zeco_compile.passes.analysis import SHAPED_LIKE, TAKES_END_ROWS, Analysis
 from zeco_compile.passes.composites import composite
 from zeco_compile.passes.end_rows import is_first
 from zeco_compile.passes.errors import UnsupportedOp
@@ -311,6 +311,7 @@ def _rows_of_all(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         new = emit.call(zeco.from_rank.default, user_node, owner, ranks.group)
         replace_value(user_node, new, [new])
         settle(user_node)
+        user_node.meta[TAKES_END_ROWS] = True
 
     rows = "token" if node.target is aten.select.int else "rows"
     return Plan(
@@ -413,6 +414,7 @@ def _written_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         here = emit.call(zeco.at_rank.default, old, 0 if first else ranks.world_size - 1, ranks.group)
         user_node.args = (target, index, emit.call(torch.where, here, new, old))
         settle(user_node)
+        user_node.meta[TAKES_END_ROWS] = old.meta[TAKES_END_ROWS] = True
 
     return Plan(
         "at owner", f"the {'first' if first else 'last'} row(s) are written by the rank that has them", apply

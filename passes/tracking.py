@@ -155,9 +155,9 @@ class Tracking:
 
     def slice(self, node: fx.Node, dim: Dim, size_in: Size, size_out: Size) -> Dim:
         """The dimension after `x[start:end:step]`."""
-        if same_size(size_in, size_out) and node not in self._end_rows:
-            return dim
         window = self.axes.window_of(dim)
+        if same_size(size_in, size_out) and (window is None or node not in self._end_rows):
+            return dim
         if (
             window is None or self.number(argument(node, "step")) != 1
         ):  # every second row, or some chunks: not the same rows on a slice

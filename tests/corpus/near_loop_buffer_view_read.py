@@ -1,4 +1,4 @@
-"""A loop fills a buffer, which is then doubled, and read under the name of a view that was made before."""
+"""A loop fills a buffer, which is read under the name of a view that was made before, too."""
 
 import torch
 from torch import nn
@@ -14,8 +14,7 @@ class Model(nn.Module):
         for t in range(b.shape[1]):
             h = a[:, t] * h + b[:, t]
             out[:, t] = h
-        out.mul_(2)
-        return out + halves.flatten(2)
+        return halves.flatten(2) + out
 
 
 def make_model():
