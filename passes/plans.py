@@ -194,4 +194,4 @@ def holder_of(analysis: Analysis, value: fx.Node, at: fx.Node) -> fx.Node | None
         if made is value and not analysis.shadow.is_written_to(user_node):
             return user_node
     order = {node: place for place, node in enumerate(analysis.gm.graph.nodes)}
-    return analysis.shadow.holders(order, order[at] - 1).get(value)
+    return analysis.shadow.holders(order, order[at]).get(value)

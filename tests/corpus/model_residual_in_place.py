@@ -1,4 +1,4 @@
-"""The residual stream is added to in place, and then read at its ends, shifted, padded, by a table that was written to."""
+"""The residual stream is added to in place, and then read at its ends, shifted and padded; so is a table."""
 
 import torch
 import torch.nn.functional as F
