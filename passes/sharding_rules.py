@@ -55,6 +55,7 @@ from zeco_compile.passes.plans import (
     through_views,
 )
 from zeco_compile.passes.report import op_name
+from zeco_compile.passes.row_by_length import row_by_length
 from zeco_compile.passes.schema import WRITES, argument, operand, shape
 from zeco_compile.passes.statistics import normalisation
 
@@ -471,6 +472,7 @@ _RULES: tuple[Callable[[Analysis, fx.Node], Plan | None], ...] = (
     _counts,
     _table_rows,
     _rows_of_all,
+    row_by_length,
     _written_rows,
     _drawn_for_all,
     normalisation,

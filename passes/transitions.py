@@ -125,6 +125,8 @@ def _positions(analysis: Analysis) -> dict[fx.Node, tuple[int, int]]:
     for node in analysis.shadow.graph.nodes:
         if not analysis.track.stepwise(node) or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
+        if analysis.is_constant(node):
+            continue  # as large as a row, and of none
         row = argument(node, "index") if node.target is aten.select.int else None
         if isinstance(row, int) and any(a.kind == "select" for a in analysis.track.acts_along_sequence(node)):
             span[node] = row, row
