@@ -58,6 +58,7 @@ from zeco_compile.passes.report import op_name
 from zeco_compile.passes.row_by_length import row_by_length
 from zeco_compile.passes.schema import WRITES, argument, operand, shape
 from zeco_compile.passes.statistics import normalisation
+from zeco_compile.passes.updates import update_by_shift
 
 aten = torch.ops.aten
 zeco = torch.ops.zeco
@@ -465,6 +466,7 @@ _RULES: tuple[Callable[[Analysis, fx.Node], Plan | None], ...] = (
     padding,
     concatenation,
     written_shifted,
+    update_by_shift,
     windows,
     rolled,
     differences,

@@ -43,6 +43,7 @@ from zeco_compile.passes import (
     shard,
     snapshots,
     sorted_rows,
+    updates,
     verify,
 )
 from zeco_compile.passes.analysis import Analysis, analyse
@@ -181,6 +182,7 @@ def _write_out(gm: fx.GraphModule, ranks: Ranks) -> None:
     checkpoints.inline_checkpoints(gm)
     if ranks.world_size > 1:
         attention_calls.take_apart(gm)
+        updates.write_out_updates(gm)
     scans.with_gradients(gm)
 
 
