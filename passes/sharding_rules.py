@@ -57,6 +57,7 @@ from zeco_compile.passes.plans import (
 from zeco_compile.passes.report import op_name
 from zeco_compile.passes.row_by_length import row_by_length
 from zeco_compile.passes.schema import WRITES, argument, operand, shape
+from zeco_compile.passes.spaced_positions import spaced
 from zeco_compile.passes.statistics import normalisation
 from zeco_compile.passes.updates import update_by_shift
 
@@ -471,6 +472,7 @@ _RULES: tuple[Callable[[Analysis, fx.Node], Plan | None], ...] = (
     rolled,
     differences,
     _positions,
+    spaced,
     _counts,
     _table_rows,
     _rows_of_all,
