@@ -166,6 +166,10 @@ class Analysis:
         return self.shadow.origin.get(node)
 
 
+TAKES_END_ROWS = "zeco_end_rows"
+"""Mark of nodes of the user's graph whose slices of the sequence have as many rows whatever the length is."""
+
+
 def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int) -> Analysis | None:
     """The analysis of `gm` without states; None if no input runs along the sequence."""
     inputs = graph_inputs(gm, example_inputs, seq_dim)
@@ -176,7 +180,8 @@ def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], seq_dim: int) -> 
     shadow = build_shadow(gm, example_inputs)
     along = {shadow.inputs[i.node]: i.along for i in inputs if i.node in shadow.inputs}
     merge_alike(shadow, [node for node, dim in along.items() if dim is None])
-    track = track_axes(shadow.graph, along, size_of(length), facts_of(mode.shape_env))
+    end_rows = {n for u, group in shadow.groups.items() if u.meta.get(TAKES_END_ROWS) for n in group}
+    track = track_axes(shadow.graph, along, size_of(length), facts_of(mode.shape_env), end_rows)
     analysis = Analysis(gm, example_inputs, inputs, size_of(length), shadow, track)
     for node in shadow.graph.nodes:
         made = node.op == "call_function" and all(

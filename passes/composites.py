@@ -69,6 +69,8 @@ class _Replay:
     user_node: fx.Node
     group: list[fx.Node]
     given: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    constants: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
+    """Small tensors that the code has made of numbers, `[0, -1]`, by the nodes that read them."""
 
     @classmethod
     def of(cls, analysis: Analysis, user_node: fx.Node) -> _Replay | None:
@@ -88,7 +90,12 @@ class _Replay:
         for value, placeholder in zip(*inputs, strict=True):
             if not isinstance(value.meta.get("val"), torch.Tensor):
                 replay.given[value] = placeholder
-        possible = all(replay._is_possible(node, node in mixing) for node in group)
+        for source in [node for node in group if node.op == "get_attr"]:
+            replay.group = [node for node in replay.group if node is not source]
+            made = small_constant(source)
+            if made is not None and not analysis.track.sequence_dims(source):
+                replay.constants[source] = made
+        possible = all(replay._is_possible(node, node in mixing) for node in replay.group)
         return replay if possible and replay._are_results_known() else None
 
     def _is_possible(self, node: fx.Node, mixes: bool) -> bool:
@@ -120,7 +127,7 @@ class _Replay:
                 if not self._means_itself(name, leaf):
                     return False
             elif isinstance(leaf.meta.get("val"), torch.Tensor | list | tuple):
-                if leaf not in self.given and leaf not in self.group:
+                if leaf not in self.given and leaf not in self.group and leaf not in self.constants:
                     return False
             elif not self._has_number(leaf):
                 return False
@@ -174,6 +181,11 @@ class _Replay:
         over = Over(emit, ranks)
         env: dict[fx.Node, Any] = {value: current(node) for value, node in self.given.items()}
         mixing = set(mixing_nodes(self.analysis, self.user_node))
+        device = next(
+            value.meta["val"].device for value in self.group if isinstance(value.meta["val"], torch.Tensor)
+        )
+        for source, made in self.constants.items():
+            env[source] = over.call(torch.tensor, made.tolist(), dtype=made.dtype, device=device)
         for node in self.group:
             if not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
                 continue  # a number, made where it is needed
@@ -237,3 +249,13 @@ def _given_arguments(node: fx.Node) -> list[tuple[str, Any]]:
 def _affine(node: fx.Node, analysis: Analysis) -> int | None:
     """c, if the number is a multiple of the length plus c."""
     return affine_constant(node.meta["val"], sympy.sympify(analysis.length).free_symbols)
+
+
+def small_constant(node: fx.Node) -> torch.Tensor | None:
+    """What is in a tensor that the code has made of a few numbers; None where it is not known."""
+    made = getattr(node.graph.owning_module, str(node.target), None)
+    content = getattr(made, "constant", made)
+    return content if type(content) is torch.Tensor and content.numel() <= _FEW else None
+
+
+_FEW = 16

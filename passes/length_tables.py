@@ -1,5 +1,4 @@
-"""Tables that the code makes of the length: `torch.linspace(0, 1, T)`, `F.interpolate(table, size=T)`, `F.pad` of a
-few learned rows to T.
+"""Tables that the code makes of the length: `F.interpolate(table, size=T)`, `F.pad` of a few learned rows to T.
 
 Contract: `settle_length_tables(analysis, ranks, decisions)` finds values that are computed from numbers, parameters and
 buffers alone, whatever the inputs are, have one row for each position (or are of no position at all), and cannot be

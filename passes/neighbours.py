@@ -160,7 +160,7 @@ def padding(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         return None
     if (left > 0 and before < 0) or (right > 0 and after < 0):
         return None  # rows cut off and put back as padding: the ends of the whole sequence are blanked
-    holder = holder_of(analysis, base)
+    holder = holder_of(analysis, base, user_node)
     if holder is None:
         return None
     fill = argument(node, "value", 0)
@@ -206,7 +206,7 @@ def concatenation(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         count = parts[edge].meta["val"].shape[dim]
         if not isinstance(count, int) or window != ((0, -count) if edge == 0 else (-count, 0)):
             continue
-        holder = holder_of(analysis, base)
+        holder = holder_of(analysis, base, user_node)
         if holder is None:
             continue
         return Plan(
@@ -405,7 +405,7 @@ def written_shifted(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     start = argument(node, "start", 0) or 0
     forwards = (left, right) == (0, count) and start == count
     backwards = (left, right) == (count, 0) and start == 0
-    holder = holder_of(analysis, base)
+    holder = holder_of(analysis, base, user_node)
     whole, value = written.meta["val"], base.meta["val"]
     alike = whole.dtype == value.dtype and whole.shape == value.shape
     if count < 1 or not (forwards or backwards) or holder is None or not alike:

@@ -188,9 +188,10 @@ def path_to_base(
     return node, path[::-1], window
 
 
-def holder_of(analysis: Analysis, value: fx.Node) -> fx.Node | None:
-    """A node of the user's graph that returned this value, and still has it: nothing writes into its memory."""
+def holder_of(analysis: Analysis, value: fx.Node, at: fx.Node) -> fx.Node | None:
+    """A node of the user's graph that has this value when `at` runs, and has not been written to since."""
     for user_node, made in analysis.shadow.value.items():
         if made is value and not analysis.shadow.is_written_to(user_node):
             return user_node
-    return None
+    order = {node: place for place, node in enumerate(analysis.gm.graph.nodes)}
+    return analysis.shadow.holders(order, order[at]).get(value)

@@ -33,6 +33,7 @@ from zeco_compile.passes.layout import (
 from zeco_compile.passes.locations import expression
 from zeco_compile.passes.modes import modes
 from zeco_compile.passes.plans import settle
+from zeco_compile.passes.readers import reader_of_erased_writes, readers_behind
 from zeco_compile.passes.recognize import Match, rounded
 from zeco_compile.passes.region import (
     Region,
@@ -71,11 +72,10 @@ def replace_region(analysis: Analysis, match: Match, wiring: Wiring, number: int
     region, roles = match.region, match.roles
     end = _end(analysis, region)
     order = {node: i for i, node in enumerate(graph.nodes)}
-    readers = [
-        (user, argument)
-        for (user, argument), read in shadow.reads.items()
-        if read is region.output and order.get(user, -1) > order[end]
-    ]
+    found = readers_behind(shadow, region.output, order[end], order)
+    if found is None:
+        raise NotLinearAttention("its result is written to, and read under a name from before")
+    readers, written_to = found
     if not readers:
         raise NotLinearAttention("nothing reads its result under a name of its own")
     state_readers, state_scale = _state_readers(analysis, match, order), 1.0
@@ -85,14 +85,14 @@ def replace_region(analysis: Analysis, match: Match, wiring: Wiring, number: int
         raise NotLinearAttention("its result has no gradient, and the state that is read has one")
     if state_readers:
         if isinstance(roles, ComplexRoles):
-            found = final_complex_state_scale(region, roles.axes.analysis, roles)
+            scale = final_complex_state_scale(region, roles.axes.analysis, roles)
         else:
-            found = final_state_scale(region, roles.axes.analysis, roles)
-        if found is None:
+            scale = final_state_scale(region, roles.axes.analysis, roles)
+        if scale is None:
             raise NotLinearAttention(
                 "what it leaves behind for the next call is not the state of the recurrence"
             )
-        state_scale = rounded(found)
+        state_scale = rounded(scale)
     gate: Gate = (None, None, None)
     if isinstance(roles, ComplexRoles):
         needed = list(roles.inputs)
@@ -111,6 +111,11 @@ def replace_region(analysis: Analysis, match: Match, wiring: Wiring, number: int
                 f"the value {analysis.described(node)} that it needs has been overwritten by then"
             )
     values = {node: held[node] for node in needed}
+    kept, redirected = list(values.values()), [*readers, *state_readers]
+    stale = reader_of_erased_writes(shadow, graph, region.user_nodes, redirected, kept, order)
+    if stale is not None:
+        name = expression(stale, op_name(stale))
+        raise NotLinearAttention(f"{name} reads what it writes under another name")
     dtype = region.output.meta["val"].dtype
     if isinstance(roles, Roles):
         dtype = promoted([*roles.q, *roles.k, *roles.v], dtype)
@@ -133,6 +138,8 @@ def replace_region(analysis: Analysis, match: Match, wiring: Wiring, number: int
         keep_if_any(call, region.user_nodes)
         if match.detached:
             o = ops.call(aten.detach.default, o)
+        if written_to:  # its backward may need what it returned
+            o = ops.call(aten.clone.default, o)
         if state_readers and region.final_state is not None:
             last = disarrange(ops, roles.axes, last, Canonical.STATE, region.final_state)
             last = last if state_scale == 1.0 else ops.call(aten.mul.Tensor, last, state_scale)
@@ -142,6 +149,7 @@ def replace_region(analysis: Analysis, match: Match, wiring: Wiring, number: int
     if state_readers and region.final_state is not None:
         shadow.rewritten[region.final_state] = last
     for user, argument in readers:
+        shadow.rewritten.update(dict.fromkeys(shadow.tensors_read(user, argument), o))  # written to, others
         user.replace_input_with(argument, o)
     for user, argument in state_readers:
         user.replace_input_with(argument, last)

@@ -22,7 +22,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils import _pytree as pytree
 
 from zeco_compile.passes import torch_private
-from zeco_compile.passes.schema import is_random
+from zeco_compile.passes.schema import is_random, operand, shape
+from zeco_compile.passes.sizes import same_size
 
 
 @dataclass
@@ -117,8 +118,8 @@ class _Recorder(fx.Interpreter):
         ]
         if written:
             self.writes[n] = frozenset(key for x in written for key in torch_private.memory_of(x))
-        self._claim_new_nodes(n)
         self.made[n] = self._aten(result)
+        self._claim_new_nodes(n)  # a view of what has been written to is made again
         self.memory[n] = frozenset(torch_private.memory_of(result))
         self._alive.append(result)
         if n.op == "placeholder" and isinstance(self.made[n], fx.Node):
@@ -259,8 +260,8 @@ def einsum_by_axes(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
     summed = [c for c in dict.fromkeys("".join(terms)) if c not in out]
     order = [*out, *summed]
     product = None
-    for term, operand in zip(terms, operands, strict=True):
-        x = operand.permute([term.index(c) for c in order if c in term])
+    for term, factor in zip(terms, operands, strict=True):
+        x = factor.permute([term.index(c) for c in order if c in term])
         for position, letter in enumerate(order):
             if letter not in term:
                 x = x.unsqueeze(position)
@@ -324,7 +325,8 @@ def merge_alike(shadow: Shadow, whole: Collection[fx.Node]) -> None:
 
 
 def _simplify(shadow: Shadow) -> None:
-    """Drops what functionalisation leaves behind: `copy(destination, source)`, whose value is the source's."""
+    """Drops what functionalisation leaves behind: `copy(destination, source)`, whose value is the source's, and what a
+    write puts back into the shape of the memory, to be read from there in its own."""
     replaced: dict[fx.Node, fx.Node] = {}
     for node in shadow.graph.nodes:
         if node.target is torch.ops.aten.copy.default:
@@ -334,6 +336,9 @@ def _simplify(shadow: Shadow) -> None:
             if same_shape and same_dtype:
                 node.replace_all_uses_with(source)
                 replaced[node] = source
+        elif node.target is _VIEW and (source := _put_back(shadow, node)) is not None:
+            node.replace_all_uses_with(source)
+            replaced[node] = source
     shadow.graph.eliminate_dead_code()
     alive = set(shadow.graph.nodes)
 
@@ -347,3 +352,16 @@ def _simplify(shadow: Shadow) -> None:
             table[key] = pytree.tree_map(current, tree)  # type: ignore[index]
     for node in [node for node in shadow.origin if node not in alive]:
         del shadow.origin[node]
+
+
+_VIEW = torch.ops.aten.view.default
+
+
+def _put_back(shadow: Shadow, view: fx.Node) -> fx.Node | None:
+    """What a view shows, if that is a value written in place, in its own shape."""
+    folded = operand(view, 0)
+    if folded.target is not _VIEW or shadow.origin.get(folded) not in shadow.writes:
+        return None
+    written = operand(folded, 0)
+    alike = len(shape(view)) == len(shape(written)) and all(map(same_size, shape(view), shape(written)))
+    return written if alike else None

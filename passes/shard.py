@@ -176,8 +176,8 @@ def refuse_mixed(
         return
     # A mask made from sizes alone is harmless where what it is for is: the first op on the user's values says more.
     user_node, node = next((each for each in found if not analysis.is_constant(each[1])), found[0])
-    if (peculiar := peculiarity(analysis, node)) is not None:
-        attempts = ()  # why it is not linear attention is said
+    if (peculiar := peculiarity(analysis, node)) is not None or not _may_be_attention(analysis, node):
+        attempts = ()  # why it is not linear attention is said, or plain
     why, hints = _why(analysis, node, user_node, attempts), _hints(analysis, user_node, attempts)
     hints += _constants_cut_beside(analysis, node)
     why = why if peculiar is None else f"{why} {peculiar}"
@@ -231,6 +231,15 @@ def _why(
         ends = expression(end, op_name(end))
         text += f" It was not taken for linear attention either: what ends with {ends}: {reason}."
     return text
+
+
+_READS = frozenset({"look-up", "rows", "scatter", "count", "group", "convolve", "squeeze"})
+
+
+def _may_be_attention(analysis: Analysis, node: fx.Node) -> bool:
+    """Rows that are read or written by their numbers, and a table's, are no part of any attention."""
+    kinds = {action.kind for action in analysis.own_mixing(node)}
+    return not analysis.is_table_lookup(node) and not (kinds and kinds <= _READS)
 
 
 def _nearest(

@@ -23,8 +23,9 @@ import sympy
 import torch
 from torch import fx
 
-from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis
+from zeco_compile.passes.analysis import SHAPED_LIKE, TAKES_END_ROWS, Analysis
 from zeco_compile.passes.composites import composite
+from zeco_compile.passes.end_rows import is_first
 from zeco_compile.passes.errors import UnsupportedOp
 from zeco_compile.passes.length import depends_on, global_number
 from zeco_compile.passes.locations import user_location
@@ -54,8 +55,11 @@ from zeco_compile.passes.plans import (
     through_views,
 )
 from zeco_compile.passes.report import op_name
+from zeco_compile.passes.row_by_length import row_by_length
 from zeco_compile.passes.schema import WRITES, argument, operand, shape
+from zeco_compile.passes.spaced_positions import spaced
 from zeco_compile.passes.statistics import normalisation
+from zeco_compile.passes.updates import update_by_shift
 
 aten = torch.ops.aten
 zeco = torch.ops.zeco
@@ -310,6 +314,7 @@ def _rows_of_all(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         new = emit.call(zeco.from_rank.default, user_node, owner, ranks.group)
         replace_value(user_node, new, [new])
         settle(user_node)
+        user_node.meta[TAKES_END_ROWS] = True
 
     rows = "token" if node.target is aten.select.int else "rows"
     return Plan(
@@ -348,13 +353,11 @@ def _is_first(analysis: Analysis, node: fx.Node) -> bool | None:
     size = shape(source)[dim]
     one = node.target in (aten.select.int, aten.select_scatter.default)
     if isinstance(analysis.length, int):
-        if not one or not is_local(analysis, source):
-            return None
-        index = argument(node, "index")
         other = analysis.at_whole_length(node) if analysis.at_whole_length is not None else None
         if other is None:
-            return index == 0 if index in (0, -1) else None
-        return _is_first_at_whole_length(node, other)
+            at_end = one and is_local(analysis, source) and argument(node, "index") in (0, -1)
+            return argument(node, "index") == 0 if at_end else None
+        return is_first(node, other)
     if not one:
         count = shape(node if node.target is aten.slice.Tensor else operand(node, 1))[dim]
         if not isinstance(count, int) or analysis.track.number(argument(node, "step", 1)) != 1:
@@ -367,21 +370,6 @@ def _is_first(analysis: Analysis, node: fx.Node) -> bool | None:
     if isinstance(before, int):
         return True
     return False if isinstance(behind, int) else None
-
-
-def _is_first_at_whole_length(node: fx.Node, other: fx.Node) -> bool | None:
-    """From which end the rows that `node` and, of the whole sequence, `other` take are the same; None if from neither:
-    `x[:, T // 8]` takes the first of a short one."""
-    found = []
-    for each in (node, other):
-        index, size = argument(each, "index"), shape(operand(each, 0))[argument(each, "dim")]
-        if not isinstance(index, int) or not isinstance(size, int):
-            return None
-        found.append((index % size, size - index % size))
-    (start, end), (whole_start, whole_end) = found
-    if start == whole_start:
-        return True
-    return False if end == whole_end else None
 
 
 def _is_taken_from(output: fx.Node, node: fx.Node) -> bool:
@@ -429,6 +417,7 @@ def _written_rows(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         here = emit.call(zeco.at_rank.default, old, 0 if first else ranks.world_size - 1, ranks.group)
         user_node.args = (target, index, emit.call(torch.where, here, new, old))
         settle(user_node)
+        user_node.meta[TAKES_END_ROWS] = old.meta[TAKES_END_ROWS] = True
 
     return Plan(
         "at owner", f"the {'first' if first else 'last'} row(s) are written by the rank that has them", apply
@@ -478,13 +467,16 @@ _RULES: tuple[Callable[[Analysis, fx.Node], Plan | None], ...] = (
     padding,
     concatenation,
     written_shifted,
+    update_by_shift,
     windows,
     rolled,
     differences,
     _positions,
+    spaced,
     _counts,
     _table_rows,
     _rows_of_all,
+    row_by_length,
     _written_rows,
     _drawn_for_all,
     normalisation,

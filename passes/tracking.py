@@ -7,7 +7,7 @@ because a mask made by `ones(T, T)` learns what its axes are from the scores it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,9 @@ class Tracking:
     current: fx.Node
     """The node that the walk is at; `broadcast` reports its problems there."""
 
-    def __init__(self, length: Size, facts: SizeFacts) -> None:
+    def __init__(self, length: Size, facts: SizeFacts, end_rows: Collection[fx.Node] = ()) -> None:
         self.axes = Axes(length, facts)
+        self._end_rows = end_rows
         self.actions: dict[fx.Node, list[Action]] = {}
         self.problems: dict[fx.Node, str] = {}
         self.misaligned: set[fx.Node] = set()
@@ -154,9 +155,9 @@ class Tracking:
 
     def slice(self, node: fx.Node, dim: Dim, size_in: Size, size_out: Size) -> Dim:
         """The dimension after `x[start:end:step]`."""
-        if same_size(size_in, size_out):
-            return dim
         window = self.axes.window_of(dim)
+        if same_size(size_in, size_out) and (window is None or node not in self._end_rows):
+            return dim
         if (
             window is None or self.number(argument(node, "step")) != 1
         ):  # every second row, or some chunks: not the same rows on a slice
@@ -164,7 +165,8 @@ class Tracking:
             # One token per rank: `table[:T]` and `table[:1]` look alike, so the row may be the sequence's.
             one = same_size(size_out, 1) and same_size(self.axes.length, 1)
             return (Atom(1, "slice"),) if one else self.axes.fresh(size_out, "slice")
-        if isinstance(size_out, int) and size_out > 0 and not isinstance(self.axes.length, int):
+        few = isinstance(size_out, int) and size_out > 0 and not isinstance(self.axes.length, int)
+        if few or node in self._end_rows:
             # The first or the last few, whatever the length: of the whole sequence these are, and of no slice.
             self.act(node, dim, "rows")
             return self.axes.fresh(size_out, "rows")

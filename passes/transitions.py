@@ -24,6 +24,8 @@ _LINEAR = (*_ADDITIONS, aten.mul.Tensor)
 def peculiarity(analysis: Analysis, node: fx.Node) -> str | None:
     """A sentence on what a loop does that takes the row `node` out of the sequence; None where there is nothing to say.
     With complex numbers in it nothing else is said."""
+    if node.target is aten.flip.default:
+        return f"{_FROM_THE_END} What cumulates by itself, a sum, a product, an extreme, may run so, between two flips."
     steps = _steps(analysis, node)
     if any(each.meta["val"].dtype.is_complex for each in (*tensors(node), *steps)):
         return (
@@ -31,6 +33,8 @@ def peculiarity(analysis: Analysis, node: fx.Node) -> str | None:
             "and u of the token or the same for all: no conjugate, absolute value or real part of the state in the "
             "update, no product with a matrix, no mask of the state, nothing that reads h before its update."
         )
+    if _runs_from_the_end(analysis, steps):
+        return f"The loop runs from the last token to the first. {_FROM_THE_END}"
     if _reads_its_state(analysis, steps):
         return (
             "A step reads the state, in a product with values of its own, before it writes the state, as a delta rule "
@@ -43,6 +47,23 @@ def peculiarity(analysis: Analysis, node: fx.Node) -> str | None:
             "`h = torch.complex(a, b) * h + torch.complex(u, v)` is recognised."
         )
     return None
+
+
+_FROM_THE_END = "Recurrences that run from the end of the sequence are not supported yet."
+
+
+def _runs_from_the_end(analysis: Analysis, steps: list[fx.Node]) -> bool:
+    """A row is added to what has been computed from all rows behind it, and those are several."""
+    span = _positions(analysis)
+    last = max((end for _, end in span.values()), default=0)
+    for node in steps:
+        own = [span[source] for source in tensors(node) if source in span]
+        if node.target in _ADDITIONS and len(own) == 2:
+            state, row = sorted(own, key=lambda each: each[0] == each[1])
+            behind = state[0] - row[0] in (0, 1) and state[1] == last  # a gate of the row itself may be in it
+            if row[0] == row[1] and behind and row[0] + 1 < last:
+                return True
+    return False
 
 
 def _steps(analysis: Analysis, node: fx.Node) -> list[fx.Node]:
@@ -104,6 +125,8 @@ def _positions(analysis: Analysis) -> dict[fx.Node, tuple[int, int]]:
     for node in analysis.shadow.graph.nodes:
         if not analysis.track.stepwise(node) or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
+        if analysis.is_constant(node):
+            continue  # as large as a row, and of none
         row = argument(node, "index") if node.target is aten.select.int else None
         if isinstance(row, int) and any(a.kind == "select" for a in analysis.track.acts_along_sequence(node)):
             span[node] = row, row

@@ -44,6 +44,7 @@ from zeco_compile.passes import (
     shard,
     snapshots,
     sorted_rows,
+    updates,
     verify,
 )
 from zeco_compile.passes.analysis import Analysis, analyse
@@ -157,7 +158,7 @@ def rewrite(
                 assert analysis is not None, "the inputs are the same in every pass"
             another = isinstance(first.length, int) or broken is not None
             if name == "length" and work.look is None and another:
-                work.look = _second_look(work, second_look.steps_of(analysis), first.length, assumed_there)
+                work.look = _second_look(work, analysis, assumed_there)
             run(work, analysis, record)
             if record.matches:
                 gm.graph.lint()
@@ -182,15 +183,14 @@ def _write_out(gm: fx.GraphModule, ranks: Ranks) -> None:
     checkpoints.inline_checkpoints(gm)
     if ranks.world_size > 1:
         attention_calls.take_apart(gm)
+        updates.write_out_updates(gm)
     scans.with_gradients(gm)
 
 
-def _second_look(
-    work: _Rewriting, seen: list[second_look.Step], length: Any, assumed: list[Assumptions]
-) -> second_look.SecondLook:
+def _second_look(work: _Rewriting, here: Analysis, assumed: list[Assumptions]) -> second_look.SecondLook:
     """A look at the model as a longer sequence has it; what the trace of that assumes is added to `assumed`."""
 
-    def steps(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[second_look.Step]:
+    def analyse_there(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Analysis:
         _write_out(gm, work.ranks)
         inputs = graph_inputs(gm, example_inputs, work.settings.seq_dim)
         assumed.append(assumptions(gm, inputs, example_inputs))
@@ -225,16 +225,16 @@ def _second_look(
                 analysis = None
         analysis = analysis or again.analyse()
         assert analysis is not None, "the inputs are the same, but for their length"
-        return second_look.steps_of(analysis)
+        return analysis
 
     return second_look.SecondLook(
         work.gm,
         work.example_inputs,
         work.settings.seq_dim,
         work.ranks.world_size,
-        not isinstance(length, int),
-        seen,
-        steps,
+        not isinstance(here.length, int),
+        here,
+        analyse_there,
     )
 
 
@@ -430,6 +430,7 @@ def _shard(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
 def _take_whole_length(work: _Rewriting, analysis: Analysis) -> None:
     """Let rules that need the whole sequence's own numbers ask the second trace for them, where the length is fixed."""
     if work.look is not None and isinstance(analysis.length, int) and analysis.length > 1:
+        work.look.take_end_rows()
         analysis.at_whole_length = work.look.at_whole_length
         analysis.with_whole_numbers = work.look.taken
 

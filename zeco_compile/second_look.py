@@ -27,13 +27,15 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from zeco_compile import another_length, torch_private
+from zeco_compile.comparison import compare_steps, refuse_rows_of_several, without_copies
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis
+from zeco_compile.passes.end_rows import is_slice_of_rows, take_rows, takes_rows
 from zeco_compile.passes.errors import LengthInValue
 from zeco_compile.passes.inputs import GraphInput, graph_inputs
 from zeco_compile.passes.length import ARITHMETIC, BOUNDS, VALUES
 from zeco_compile.passes.locations import Location, user_location
 from zeco_compile.passes.report import Decision, op_name
-from zeco_compile.passes.schema import RESHAPES, argument, operand
+from zeco_compile.passes.schema import argument, operand
 from zeco_compile.passes.torch_private import (
     is_argument,
     is_autograd_function,
@@ -299,8 +301,8 @@ _MOST_SHOWN = 16
 class SecondLook:
     """A trace of the user's function on a longer sequence, made when it is asked for, and compared with the first.
 
-    `first` are the steps of this trace, which has a symbol for the length if `symbolic`, as the other will then;
-    `steps(gm, example_inputs)` gives those of the other. To be used within the compilation of the graph `gm`.
+    `here` is the analysis of this trace, which has a symbol for the length if `symbolic`, as the other will then;
+    `analyse(gm, example_inputs)` gives that of the other. To be used within the compilation of the graph `gm`.
     """
 
     gm: fx.GraphModule
@@ -308,8 +310,8 @@ class SecondLook:
     seq_dim: int
     world_size: int
     symbolic: bool
-    first: list[Step]
-    steps: Callable[[fx.GraphModule, Sequence[Any]], list[Step]]
+    here: Analysis
+    analyse: Callable[[fx.GraphModule, Sequence[Any]], Analysis]
     length: int = 0
     longer: int = 0
     asked: set[fx.Node] = field(default_factory=set)
@@ -321,16 +323,24 @@ class SecondLook:
     left_there: list[str] = field(default_factory=list)
     """What the other one leaves there."""
 
+    def __post_init__(self) -> None:
+        self.first = steps_of(self.here)
+
     @cached_property
     def second(self) -> list[Step]:
         """The steps of the other trace. Raises LengthInValue where there is none."""
+        return steps_of(self.there)
+
+    @cached_property
+    def there(self) -> Analysis:
+        """The analysis of the other trace. Raises LengthInValue where there is none."""
         inputs = graph_inputs(self.gm, self.example_inputs, self.seq_dim)
         self.length, self.longer = self._lengths(inputs)
-        found: list[list[Step]] = []
+        found: list[Analysis] = []
 
         def look(other: fx.GraphModule, others: Sequence[Any]) -> None:
             self.left_there = torch_private.numbers_left_behind()
-            found.append(self.steps(other, others))
+            found.append(self.analyse(other, others))
 
         failed = another_length.look_at(
             another_length.longer_inputs(inputs, self.example_inputs, self.longer, symbolic=self.symbolic),
@@ -360,6 +370,24 @@ class SecondLook:
         unrolled = nodes >= 2 * length and not self.symbolic
         return length, length * (2 if unrolled and nodes * self.world_size > _MOST_NODES else self.world_size)
 
+    def take_end_rows(self) -> None:
+        """Slices that take as many rows of the whole sequence, from the same end, are rows of no slice from here on."""
+        if not any(step.node is not None and is_slice_of_rows(self.here, step.node) for step in self.first):
+            return  # nothing that would need the other trace
+        if len(self.second) != len(self.first):  # of all rows of a slice the next op may be another one
+            for one, other in zip(self.first, self.second, strict=False):
+                refuse_rows_of_several(one, other, self.length)
+                if one.op != other.op:
+                    return
+        if len(self.second) != len(self.first) or not self._is_whole:
+            return
+        pairs = [(s.node, o.node) for s, o in zip(self.first, self.second, strict=True) if s.node and o.node]
+        found = [pair for pair in pairs if takes_rows(self.here, pair[0], self.there, pair[1])]
+        if found:
+            for analysis, slices in zip((self.here, self.there), zip(*found, strict=True), strict=True):
+                take_rows(analysis, slices)
+            self.first, self.second = steps_of(self.here), steps_of(self.there)
+
     def compare(self) -> None:
         """Raises LengthInValue where the user's function, traced on a longer sequence, is another program."""
         second = self.second
@@ -381,11 +409,11 @@ class SecondLook:
 
         def seen(steps: list[Step]) -> list[Step]:
             out = [replace(step, along=()) if place in gone else step for place, step in enumerate(steps)]
-            return _without_copies(
+            return without_copies(
                 [replace(step, numbers=()) if place in renumbered else step for place, step in enumerate(out)]
             )
 
-        _compare(seen(self.first), seen(second), self.length, self.longer)
+        compare_steps(seen(self.first), seen(second), self.length, self.longer)
         self._refuse_numbers_left_behind()
 
     def _refuse_numbers_left_behind(self) -> None:
@@ -454,56 +482,3 @@ class SecondLook:
             return None
         other = second[place].node
         return other if other is not None and other.target is node.target else None
-
-
-def _compare(first: Sequence[Step], second: Sequence[Step], length: int, longer: int) -> None:
-    """Op by op: what is left of a loop that was understood is the same whatever its length."""
-    for one, other in zip(first, second, strict=False):
-        if one.what != other.what:
-            _refuse(one, *_told_apart(one, other), length, longer)
-    if len(first) != len(second):
-        rest = (first if len(first) > len(second) else second)[min(len(first), len(second))]
-        _refuse(rest, f"{len(first)} operations", f"{len(second)}", length, longer)
-
-
-def _without_copies(steps: Sequence[Step]) -> list[Step]:
-    """The steps that compute: no copies, and one name for all reshapes. Whether a reshape has to copy depends on the
-    strides, and of one row (`x[:, :-3]` of four) those are others than of several."""
-    names: dict[str, str] = {}
-    out: list[Step] = []
-    for place, step in enumerate(steps):
-        reads = tuple(_renamed(each, names) for each in step.reads)
-        if step.op == str(torch.ops.aten.clone.default) and len(reads) == 1:
-            names[f"step {place}"] = reads[0]
-            continue
-        names[f"step {place}"] = f"step {len(out)}"
-        reshapes = step.op in map(str, RESHAPES)
-        out.append(replace(step, op=str(RESHAPES[0]) if reshapes else step.op, reads=reads))
-    return out
-
-
-def _renamed(read: str, names: dict[str, str]) -> str:
-    """What a step reads, perhaps as one of several results ("1 of step 5"), under the name that it has now."""
-    place, of, source = read.rpartition(" of ")
-    return f"{place}{of}{names.get(source, source)}"
-
-
-def _told_apart(one: Step, other: Step) -> tuple[str, str]:
-    for details in (lambda s: str(s), lambda s: f"{s} ({', '.join(s.along) or 'all rows'})"):
-        if details(one) != details(other):
-            return details(one), details(other)
-    return tuple(f"{each} of {', '.join(each.reads)}" for each in (one, other))  # type: ignore[return-value]
-
-
-def _refuse(step: Step, before: str, after: str, length: int, longer: int) -> None:
-    raise LengthInValue(
-        f"{before}, which is {after} for {longer} tokens instead of {length},",
-        location=step.location,
-        why="the code is another program for a longer sequence, and what a slice has to compute for the whole one "
-        "cannot be seen: the length is a constant here (a loop over it, or a function of it).",
-        hints=[
-            "do not compute with the length, or with the number of a step, beside a loop over the sequence",
-            "give each rank more tokens, if the model treats some of the first ones in another way, or whole chunks, "
-            "if it pads the last one",
-        ],
-    )

@@ -23,9 +23,20 @@ def halo(track: Tracking, node: fx.Node) -> None:
     track.out(node, tuple(dims))
 
 
-@rule(zeco.all_sum.default, zeco.from_rank.default, zeco.all_max.default)
+@rule(zeco.all_sum.default, zeco.all_max.default)
 def same_everywhere(track: Tracking, node: fx.Node) -> None:
     track.out(node, track.dims(operand(node, 0)))
+
+
+@rule(zeco.from_rank.default)
+def from_one_rank(track: Tracking, node: fx.Node) -> None:
+    """Some rows of one rank's slice are rows of no slice on the others."""
+    dims = track.dims(operand(node, 0))
+    rows = zip(dims, shape(node), strict=True)
+    track.out(
+        node,
+        tuple(track.axes.fresh(size, "rows") if track.axes.is_sequence(dim) else dim for dim, size in rows),
+    )
 
 
 @rule(zeco.at_rank.default)

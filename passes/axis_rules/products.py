@@ -33,6 +33,15 @@ def added_product(track: Tracking, node: fx.Node) -> None:
     track.out(node, track.broadcast([_contract(track, node, a, b), bias]))
 
 
+@rule(*ops("_cdist_forward"))
+def distances(track: Tracking, node: fx.Node) -> None:
+    """Of each row of one to each row of the other."""
+    a, b = (track.dims(operand(node, i)) for i in (0, 1))
+    batch = track.broadcast([a[:-2], b[:-2]])
+    track.act(node, track.unified(node, a[-1], b[-1]), "contract")
+    track.out(node, (*batch, a[-2], b[-2]))
+
+
 @rule(*ops("linalg_inv_ex", "linalg_cholesky_ex"))
 def of_matrices(track: Tracking, node: fx.Node) -> None:
     dims = track.dims(tensors(node)[0])

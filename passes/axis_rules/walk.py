@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import fx
@@ -26,11 +26,16 @@ from zeco_compile.passes.tracking import Tracking
 
 
 def track_axes(
-    graph: fx.Graph, along: Mapping[fx.Node, int | None], length: Size, facts: SizeFacts
+    graph: fx.Graph,
+    along: Mapping[fx.Node, int | None],
+    length: Size,
+    facts: SizeFacts,
+    end_rows: Collection[fx.Node] = (),
 ) -> Tracking:
     """Axes of all nodes of a shadow graph. `along` names the dimension of each placeholder that runs along the
-    sequence, None for those that do not; `length` is the number of rows of a rank's slice."""
-    track = Tracking(length, facts)
+    sequence, None for those that do not; `length` is the number of rows of a rank's slice. `end_rows` are slices that
+    are known to take as many rows whatever the length is."""
+    track = Tracking(length, facts, end_rows)
     for node in graph.nodes:
         if node.op == "call_function":
             visit(track, node)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"refused": r"near_flip\.py"}
+EXPECTED = {"refused": r"(?s)near_flip\.py.*that run from the end"}
 LOCAL_LENGTHS = (5, 1)
 
 

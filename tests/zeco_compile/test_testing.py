@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -199,6 +200,15 @@ def test_other_structure_is_rejected() -> None:
 
     with pytest.raises(ZecoError, match="the compiled model returned"):
         assert_equivalent(lambda: function, sequence_input, world_size=2, _backend="eager")
+
+
+def test_output_whose_tensors_are_hidden_is_the_callers_mistake() -> None:
+    @dataclasses.dataclass
+    class Output:
+        logits: Tensor
+
+    with pytest.raises(HarnessError, match=r"Output, whose tensors the harness does not see: register it"):
+        assert_equivalent(lambda: lambda x: Output(x * 2), sequence_input, world_size=2, _backend="eager")
 
 
 def test_length_that_does_not_divide_is_the_callers_mistake() -> None:

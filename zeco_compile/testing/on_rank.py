@@ -224,7 +224,7 @@ class _Outputs:
             for name, want, got in zip(
                 self.reference.names, self.reference.outputs, self.compiled.outputs, strict=True
             )
-            if not (isinstance(want, Tensor) and isinstance(got, Tensor)) and not _same_value(want, got)
+            if not (isinstance(want, Tensor) and isinstance(got, Tensor)) and not _same_value(name, want, got)
         ]
         if len(wants) != len(gots):
             return found
@@ -310,7 +310,14 @@ def _leading(inputs: Inputs, places: list[Slice]) -> tuple[int, ...] | None:
     return None
 
 
-def _same_value(want: Any, got: Any) -> bool:
+def _same_value(name: str, want: Any, got: Any) -> bool:
+    """Raises HarnessError for an object that holds tensors: which values are equal is not known of it."""
+    if any(isinstance(held, Tensor) for held in getattr(want, "__dict__", {}).values()):
+        raise HarnessError(
+            f"{name} is a {type(want).__module__}.{type(want).__qualname__}, whose tensors the harness does not see: "
+            "register it (torch.utils._pytree.register_dataclass(cls), or register_pytree_node), or wrap the model in "
+            "one that returns a tuple or a dict of them"
+        )
     return type(want) is type(got) and (want == got or (want != want and got != got))
 
 

@@ -1,0 +1,34 @@
+"""A token shift, forwards and backwards, written as updates of rows in place, and rows at the ends that are scaled."""
+
+import torch
+from torch import nn
+
+EXPECTED = {"families": []}
+LOCAL_LENGTHS = (5,)
+MORE_LOCAL_LENGTHS = (3,)
+WORLD_SIZE = 3
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        y, z = self.inner(x), self.other(x)
+        y[:, 1:] += z[:, :-1]
+        y[:, 2:] *= x[:, :-2]
+        y[:, 1:-1] -= z[:, 2:]
+        y[:, :-1] = y[:, :-1] + y[:, 1:].clone()
+        y[:, -2:] *= self.scale
+        y[:, 0] -= 2
+        return y
+
+
+def make_model():
+    return Model()
+
+
+def make_inputs(batch, length, dtype):
+    return torch.randn(batch, length, 4, dtype=dtype)
