@@ -36,6 +36,9 @@ from zeco_compile.passes.sizes import size_of
 aten = torch.ops.aten
 zeco = torch.ops.zeco
 
+FLIP = "flip"
+"""What the report calls the exchange."""
+
 
 def flip(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     """`x.flip(1)`, all rows of the slices, perhaps in other dimensions too."""
@@ -65,7 +68,7 @@ def flip(analysis: Analysis, user_node: fx.Node) -> Plan | None:
         substitute(user_node, new)
 
     return Plan(
-        "flip",
+        FLIP,
         "slices exchanged with the rank as far from the other end of the sequence",
         apply,
         (("to the opposite rank", bytes_of(analysis, source)),),
