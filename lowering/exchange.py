@@ -9,6 +9,7 @@ too, whose adjoint is the first one again:
 op                        adjoint              forward
 ========================  ===================  ========================================================
 ``halo`` (halo.py)        ``halo_backward``    my slice, with the rows next to it that others hold
+``flip_sequence``         ``flip_sequence``    my slice of the flipped sequence (flips.py)
 ``all_sum``               ``all_sum``          the sum over ranks, everywhere
 ``all_max``               none                 the maximum over ranks, everywhere
 ``at_rank``               none                 whether this rank is the owner; no communication

@@ -6,8 +6,7 @@ ranks before it have ended.
     result   the rank's own rows, cumulated from there on
 
 All of it is made of differentiable ops, so that the gradient is that of the whole sequence. `cumulative` is the rule
-for one call; `cumulative_backwards` for one between two flips, `x.flip(1).cumsum(1).flip(1)`, where the ranks behind
-come first.
+for one call; between two flips (flips.py) it runs backwards, and the ranks behind come first.
 """
 
 from __future__ import annotations
@@ -28,12 +27,10 @@ from zeco_compile.passes.plans import (
     bytes_of,
     mixing_nodes,
     row_dim,
-    settle,
-    single_output,
     substitute,
     window_of,
 )
-from zeco_compile.passes.schema import argument, is_random, operand, tensors
+from zeco_compile.passes.schema import argument, operand
 
 aten = torch.ops.aten
 zeco = torch.ops.zeco
@@ -42,7 +39,7 @@ zeco = torch.ops.zeco
 def cumulative(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     """A call that cumulates along the sequence. The sequence may be longer by some rows in front or behind, as padding
     makes it; it may not be a part of the slices' rows."""
-    found = _Cumulative.of(analysis, user_node)
+    found = Cumulative.of(analysis, user_node)
     if found is None or analysis.state(found.source) is State.MIXED:
         return None
     return Plan(
@@ -53,94 +50,8 @@ def cumulative(analysis: Analysis, user_node: fx.Node) -> Plan | None:
     )
 
 
-def cumulative_backwards(analysis: Analysis, user_node: fx.Node) -> Plan | None:
-    """The second of two flips, with calls that cumulate between them, and what is computed row by row.
-
-    A slice flipped is a slice of the flipped sequence, that of the rank as far from the other end: between the flips
-    only the order of the ranks is another. Nobody else may read what is computed there.
-    """
-    if _flipped(analysis, user_node) is None:
-        return None
-    found: list[_Cumulative] = []
-    passed: list[fx.Node] = []
-    node = user_node
-    while True:
-        read = _only_mixed(analysis, node)
-        if read is None or set(read.users) != {node} or read in analysis.shadow.writes:
-            return None
-        passed.append(read)
-        source = _flipped(analysis, read)
-        if source is not None:
-            if analysis.state(source) is not State.LOCAL:
-                return None
-            break
-        call = _Cumulative.of(analysis, read)
-        values = read.target is operator.getitem and _place(read) == 0
-        if call is not None:
-            found.append(call)
-        elif not values and not _is_row_by_row(analysis, read):
-            return None
-        node = read
-    if not found or any(call.window != (0, 0) for call in found):
-        return None
-
-    def apply(ranks: Ranks) -> None:
-        for call in found:
-            call.apply(ranks, backwards=True)
-        settle(passed[-1])
-        settle(user_node)
-
-    return Plan(
-        "carry",
-        f"{', '.join(call.name for call in found)} from the end of the sequence, from those of the later ranks on",
-        apply,
-        tuple(("among all ranks", call.sent) for call in found),
-        tuple(passed),
-    )
-
-
-def _flipped(analysis: Analysis, user_node: fx.Node) -> fx.Node | None:
-    """What the call turns around along the sequence, whole, and in no other dimension."""
-    mixing = mixing_nodes(analysis, user_node)
-    if len(mixing) != 1 or mixing[0].target is not aten.flip.default or user_node in analysis.shadow.writes:
-        return None
-    (node,) = mixing
-    dim, dims = row_dim(analysis, node), argument(node, "dims")
-    if single_output(analysis, user_node) is not node or len(analysis.shadow.groups[user_node]) != 1:
-        return None
-    if [each % node.meta["val"].dim() for each in dims] != [dim] or window_of(analysis, node) != (0, 0):
-        return None
-    return operand(node, 0)
-
-
-def _only_mixed(analysis: Analysis, user_node: fx.Node) -> fx.Node | None:
-    """The node that the call reads a MIXED value of, if the others it reads do not run along the sequence."""
-    mixed: list[fx.Node] = []
-    for each in user_node.all_input_nodes:
-        for value in analysis.shadow.tensors_read(user_node, each):
-            if analysis.state(value) is State.MIXED:
-                mixed.append(each)
-            elif analysis.track.sequence_dims(value):
-                return None
-    return mixed[0] if len(mixed) == 1 and mixed[0].op in ("call_function", "call_method") else None
-
-
-def _is_row_by_row(analysis: Analysis, user_node: fx.Node) -> bool:
-    """It computes each row from that row alone, one for one, and makes no positions."""
-    group = analysis.shadow.groups.get(user_node, [])
-    if not group or mixing_nodes(analysis, user_node) or single_output(analysis, user_node) is None:
-        return False
-    return all(
-        isinstance(node.meta.get("val"), torch.Tensor)
-        and not is_random(node)
-        and (bool(tensors(node)) or not analysis.track.sequence_dims(node))
-        and (not analysis.track.sequence_dims(node) or window_of(analysis, node) == (0, 0))
-        for node in group
-    )
-
-
 @dataclass(frozen=True)
-class _Cumulative:
+class Cumulative:
     """A call of the user's that is one ATen op along the sequence; `window` are the rows that its tensor has in front
     of the slice's and behind them."""
 
@@ -153,7 +64,7 @@ class _Cumulative:
     sent: int
 
     @classmethod
-    def of(cls, analysis: Analysis, user_node: fx.Node) -> _Cumulative | None:
+    def of(cls, analysis: Analysis, user_node: fx.Node) -> Cumulative | None:
         mixing = mixing_nodes(analysis, user_node)
         if len(mixing) != 1 or mixing[0].target not in _EMITTERS or user_node in analysis.shadow.writes:
             return None
@@ -163,7 +74,7 @@ class _Cumulative:
         if several:
             if not isinstance(made, list | tuple) or len(made) != len(_RESULTS):
                 return None
-            if any(_place(user) is None for user in user_node.users):
+            if any(result_taken(user) is None for user in user_node.users):
                 return None
         elif made is not node:
             return None
@@ -205,7 +116,7 @@ class _Cumulative:
         if not isinstance(emitter, _Extreme):
             substitute(self.user_node, emit.call(aten.to.dtype, emitter(rows, x), dtype))
             return
-        readers = [(user, _place(user)) for user in self.user_node.users]
+        readers = [(user, result_taken(user)) for user in self.user_node.users]
         values, indices = emitter(rows, x, with_indices=any(place == 1 for _, place in readers))
         values = emit.call(aten.to.dtype, values, dtype)
         for user, place in readers:
@@ -228,7 +139,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 _RESULTS = ("values", "indices")
 
 
-def _place(user: fx.Node) -> int | None:
+def result_taken(user: fx.Node) -> int | None:
     """Which of two results a reader takes; None if it is no such reader."""
     place = user.args[1] if user.target in (operator.getitem, getattr) else None
     if isinstance(place, str) and place in _RESULTS:

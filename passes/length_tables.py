@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import SHAPED_LIKE, Analysis
+from zeco_compile.passes.flips import FLIP
 from zeco_compile.passes.length import SIZES, VALUES, depends_on, global_number, uses_of_length
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.modes import is_transform, modes
@@ -138,7 +139,10 @@ def _is_of_the_slice(analysis: Analysis, user_node: fx.Node) -> bool:
             return True
     uses = uses_of_length(analysis, user_node)
     unclear = bool(uses) and not uses <= SIZES and not uses <= VALUES
-    return unclear or (any(map(analysis.mixes, group)) and plan(analysis, user_node) is None)
+    if unclear or not any(map(analysis.mixes, group)):
+        return unclear
+    found = plan(analysis, user_node)
+    return found is None or found.decision == FLIP  # whose exchange is not needed
 
 
 def _compute_whole(

@@ -79,10 +79,11 @@ class Decision:
 class Communication:
     """One exchange between ranks, as planned: what, which way, how much each rank sends.
 
-    ``direction`` is "to the next rank", "to the previous rank", "among all ranks". ``formula`` gives the
-    bytes in the field's words ("B*H*K*V*4"), ``bytes_per_call`` their number for the sizes at hand (None if
-    a size is symbolic); ``calls`` how often in one step (forward and backward). ``alternatives`` are the
-    bytes per rank and step of other ways to do the same, by name, for comparison.
+    ``direction`` is "to the next rank", "to the previous rank", "to the opposite rank" (as far from the other
+    end), "among all ranks". ``formula`` gives the bytes in the field's words ("B*H*K*V*4"), ``bytes_per_call``
+    their number for the sizes at hand (None if a size is symbolic); ``calls`` how often in one step (forward
+    and backward). ``alternatives`` are the bytes per rank and step of other ways to do the same, by name, for
+    comparison.
     """
 
     what: str

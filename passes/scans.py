@@ -297,6 +297,8 @@ def _open(analysis: Analysis, scan: fx.Node, traced: fx.GraphModule) -> OpenScan
         assert isinstance(index, int), "the results of a scan are read one by one"
         last = index < len(initial)
         new = emit(aten.select.int, after[index], 0, -1) if last else env[results[index]]
+        if not last and results[index] in first:  # a region may end here, where all that is carried is known
+            new = emit(aten.clone.default, new)
         own.replace_all_uses_with(new)
         made.results[own] = new
     return made

@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis, State, assign_states
-from zeco_compile.passes.cumulative import cumulative, cumulative_backwards
+from zeco_compile.passes.cumulative import cumulative
 from zeco_compile.passes.errors import UnsupportedOp
+from zeco_compile.passes.flips import cumulative_backwards
 from zeco_compile.passes.gathered_keys import over_all_keys
 from zeco_compile.passes.locations import expression, user_location
 from zeco_compile.passes.losses import over_windows

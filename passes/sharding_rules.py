@@ -7,6 +7,7 @@ is MIXED; it looks at what the node's ATen ops do along the sequence.
     reduction over the sequence      sum over the group (for a mean: divided by its size), also of a histogram
     cross entropy, shifted or not    global sum over global count
     convolution, padding, shift      the neighbour's rows (halo)
+    flip                             the slice of the rank as far from the other end (flips.py)
     arange, sums of whole numbers    the rank's offset
     rows of a table by position      the rank's rows
     first or last rows               from the rank that has them
@@ -27,6 +28,7 @@ from zeco_compile.passes.analysis import SHAPED_LIKE, TAKES_END_ROWS, Analysis
 from zeco_compile.passes.composites import composite
 from zeco_compile.passes.end_rows import is_first
 from zeco_compile.passes.errors import UnsupportedOp
+from zeco_compile.passes.flips import flip
 from zeco_compile.passes.length import depends_on, global_number
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.losses import cross_entropy
@@ -470,6 +472,7 @@ _RULES: tuple[Callable[[Analysis, fx.Node], Plan | None], ...] = (
     update_by_shift,
     windows,
     rolled,
+    flip,
     differences,
     _positions,
     spaced,

@@ -25,7 +25,7 @@ def peculiarity(analysis: Analysis, node: fx.Node) -> str | None:
     """A sentence on what a loop does that takes the row `node` out of the sequence; None where there is nothing to say.
     With complex numbers in it nothing else is said."""
     if node.target is aten.flip.default:
-        return f"{_FROM_THE_END} What cumulates by itself, a sum, a product, an extreme, may run so, between two flips."
+        return "The whole sequence can be turned around, each row a token; not a part of its rows, or rows padded to it."
     steps = _steps(analysis, node)
     if any(each.meta["val"].dtype.is_complex for each in (*tensors(node), *steps)):
         return (
@@ -34,7 +34,10 @@ def peculiarity(analysis: Analysis, node: fx.Node) -> str | None:
             "update, no product with a matrix, no mask of the state, nothing that reads h before its update."
         )
     if _runs_from_the_end(analysis, steps):
-        return f"The loop runs from the last token to the first. {_FROM_THE_END}"
+        return (
+            "The loop runs from the last token to the first. Where it is not recognised so, write it forward over "
+            "`x.flip(1)`, and flip what comes of it."
+        )
     if _reads_its_state(analysis, steps):
         return (
             "A step reads the state, in a product with values of its own, before it writes the state, as a delta rule "
@@ -47,9 +50,6 @@ def peculiarity(analysis: Analysis, node: fx.Node) -> str | None:
             "`h = torch.complex(a, b) * h + torch.complex(u, v)` is recognised."
         )
     return None
-
-
-_FROM_THE_END = "Recurrences that run from the end of the sequence are not supported yet."
 
 
 def _runs_from_the_end(analysis: Analysis, steps: list[fx.Node]) -> bool:

@@ -4,6 +4,7 @@ length tables   what the code makes of the length and of parameters is computed 
 by name         operators of this package, called or substituted, get their group
 sorted rows     rows that are sorted, worked on one by one or by group, and sorted back, are left alone
 scans           the bodies of scans are written out for all steps at once
+loops backwards step loops that run from the end become loops over the flipped sequence
 running maxima  the stabilisers of exponential gates are known for all tokens without the states
 loops           what the steps of a loop compute from their own tokens alone moves out of it
 by meaning      regions that compute linear attention become the operator
@@ -30,6 +31,7 @@ from zeco_compile.lowering import cost_model, symmetric, volume
 from zeco_compile.lowering.links import GroupLinks
 from zeco_compile.passes import (
     attention_calls,
+    backward_loops,
     by_name,
     checkpoints,
     gather,
@@ -129,6 +131,7 @@ def rewrite(
         ("by_name", _by_name),
         ("sorted_rows", _sorted_rows),
         ("scans", _open_scans),
+        ("backward_loops", _backward_loops),
         ("running_maxima", _running_maxima),
         ("loops", _loops),
         ("by_meaning", _by_meaning),
@@ -210,6 +213,7 @@ def _second_look(work: _Rewriting, here: Analysis, assumed: list[Assumptions]) -
             _by_name,
             _sorted_rows,
             _open_scans,
+            _backward_loops,
             _running_maxima,
             _loops,
             _by_meaning,
@@ -341,6 +345,10 @@ def _open_scans(work: _Rewriting, analysis: Analysis, record: PassRecord) -> Non
 
 def _close_scans(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     record.matches = scans.close_scans(analysis, work.scans, work.report.decisions, work.attempts)
+
+
+def _backward_loops(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = backward_loops.turn_around(analysis, work.report.decisions)
 
 
 def _running_maxima(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:

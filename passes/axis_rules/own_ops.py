@@ -39,6 +39,13 @@ def from_one_rank(track: Tracking, node: fx.Node) -> None:
     )
 
 
+@rule(zeco.flip_sequence.default)
+def flipped(track: Tracking, node: fx.Node) -> None:
+    dims = track.dims(operand(node, 0))
+    track.act(node, dims[argument(node, "dim")], "along")
+    track.out(node, dims)
+
+
 @rule(zeco.at_rank.default)
 def flag(track: Tracking, node: fx.Node) -> None:
     track.out(node, ((),))

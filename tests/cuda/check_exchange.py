@@ -91,13 +91,22 @@ def _report(name: str, check: Callable[[], None]) -> int:
     return int(any(problems))
 
 
+def _whole_flip(xs: list[torch.Tensor], dim: int) -> list[torch.Tensor]:
+    return list(torch.cat(xs, dim).flip(dim).chunk(len(xs), dim))
+
+
+whole.WHOLE["flip_sequence"] = _whole_flip
+
+
 def _cases(dtype: torch.dtype, layout: str, world_size: int) -> list[tuple]:
     shape = (world_size, 3 * world_size, 2 * world_size)
     asked: list[tuple[str, tuple]] = []
     for dim in (0, 1, -1):
         fill = 1.0 if dtype == torch.bool else -100.0
         asked += [("halo", (dim, 3, 0, fill)), ("halo", (dim, 0, 1, fill)), ("halo", (dim, 9, 7, fill))]
-        asked += [(op, (dim,)) for op in ("gather_sequence", "slice_sequence", "unslice_sequence")]
+        asked += [
+            (op, (dim,)) for op in ("gather_sequence", "slice_sequence", "unslice_sequence", "flip_sequence")
+        ]
         if dtype != torch.bool:
             asked.append(("scatter_sum", (dim,)))
     asked.append(("from_rank", (world_size - 1,)))

@@ -45,19 +45,19 @@ BESIDE_OTHER_REWRITES = {
     "sums, sorted": lambda m, x: (m.query(x).cumsum(1).sort(1)[0] * x).mean(1),
     "attention, then a softmax": lambda m, x: attention(m, x).softmax(1),
     "a norm of sums": lambda m, x: F.layer_norm(x.cumsum(1), x.shape[1:]),
-    "shifted after reversal": lambda m, x: F.pad(m.query(x).flip(1), (0, 0, 1, -1)),
-    "positions after reversal": lambda m, x: m.query(x).flip(1) * whole(x)[:, None],
-    "rows of a table, reversed": lambda m, x: m.query(x) + m.table[: x.shape[1]].flip(0),
+    "shifted after sorting": lambda m, x: F.pad(m.query(x).sort(1)[0], (0, 0, 1, -1)),
+    "positions after sorting": lambda m, x: m.query(x).sort(1)[0] * whole(x)[:, None],
+    "rows of a table, sorted": lambda m, x: m.query(x) + m.table[: x.shape[1]].sort(0)[0],
 }
 CONSTANTS_OF_THE_LENGTH = {
     "largest position": lambda m, x: m.query(x) / whole(x).max(),
-    "positions, reversed": lambda m, x: m.query(x) * whole(x).flip(0)[:, None],
+    "positions, sorted": lambda m, x: m.query(x) * whole(x).sort(descending=True)[0][:, None],
     "positions, softmax": lambda m, x: m.query(x) * whole(x).softmax(0)[:, None],
     "ones, summed": lambda m, x: m.query(x) / torch.ones(x.shape[1]).cumsum(0).amax(),
     "rows of a triangle": lambda m, x: (
         (t := torch.ones(x.shape[1], x.shape[1]).tril().to(x)) / t.sum(1, True) @ m.query(x)
     ),
-    "ones like a value": lambda m, x: torch.cat([torch.ones_like(x), m.query(x).flip(1)], 1).sum(1),
+    "ones like a value": lambda m, x: torch.cat([torch.ones_like(x), m.query(x).sort(1)[0]], 1).sum(1),
     "a size kept in a variable": lambda m, x: m.query(x).transpose(1, 2).reshape(x.size()),
 }
 AXES_NOT_KNOWN = {
@@ -91,8 +91,8 @@ GATHERED = 'set options={"on_unsupported": "gather"}'
 @pytest.mark.parametrize(
     ("function", "helps"),
     [
-        (lambda m, x: m.query(x).flip(1), True),
-        (lambda m, x: m.query(x).flip(1).cummax(1).values, True),
+        (lambda m, x: m.query(x).sort(1)[0], True),
+        (lambda m, x: m.query(x).sort(1)[0].cummax(1).values, True),
         (lambda m, x: torch.fft.fft(x, dim=1).real, True),
         (tanh_recurrence, False),
     ],
@@ -124,8 +124,8 @@ def test_equal_on_three_ranks():
 
 def written(m: Model, x: Tensor) -> Tensor:
     out = torch.zeros_like(x)
-    out[:, 1:] = m.query(x).flip(1)[:, :-1]
-    return out + out.flip(1)
+    out[:, 1:] = m.query(x).sort(1)[0][:, :-1]
+    return out + out.sort(1)[0]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
