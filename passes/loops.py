@@ -659,14 +659,14 @@ class Emitter:
         for user, read in self.reads.get(node, ()):
             if self.order[user] <= self.order[end]:
                 continue
-            if read in self.mutable and self._written_after(read, end):
+            if read in self.mutable and self.written_after(read, end):
                 raise Unable(f"`{read}` is written to later on")
             readers.append((user, read))
         if not readers:
             raise Unable("nobody reads them by that name")
         return readers
 
-    def _written_after(self, holder: fx.Node, end: fx.Node) -> bool:
+    def written_after(self, holder: fx.Node, end: fx.Node) -> bool:
         memory = self.shadow.memory[holder]
         return any(
             self.order[user] > self.order[end] and not memory.isdisjoint(written)

@@ -7,6 +7,7 @@ scans           the bodies of scans are written out for all steps at once
 running maxima  the stabilisers of exponential gates are known for all tokens without the states
 loops           what the steps of a loop compute from their own tokens alone moves out of it
 by meaning      regions that compute linear attention become the operator
+last states     so do loops of which the last state alone is read
 running sums    what remains of cumulative sums; other cumulative ops are taken for what they will be
 close scans     scans that are still needed are as the user wrote them; of the others nothing is left
 length          numbers that the code computes from the length get the whole one
@@ -34,6 +35,7 @@ from zeco_compile.passes import (
     checkpoints,
     gather,
     gathered_keys,
+    last_states,
     length,
     length_tables,
     loops,
@@ -131,6 +133,7 @@ def rewrite(
         ("running_maxima", _running_maxima),
         ("loops", _loops),
         ("by_meaning", _by_meaning),
+        ("last_states", _last_states),
     ]
     if ranks.world_size > 1:
         passes.insert(0, ("length_tables", _length_tables))
@@ -213,6 +216,7 @@ def _second_look(
             _running_maxima,
             _loops,
             _by_meaning,
+            _last_states,
             _running_sums,
             _close_scans,
         ):
@@ -353,6 +357,19 @@ def _loops(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
 
 def _by_meaning(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     _recognize(work, analysis, record)
+
+
+def _last_states(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    """Loop behind loop: one may begin with what another has left behind."""
+    tried: last_states.Tried = {}
+    while opened := last_states.open_last_states(analysis, tried):
+        before, known = record.matches, [node for node, _ in work.attempts]
+        _recognize(work, work.analyse_again(), record, hopeless=known)
+        last_states.close_last_states(work.gm.graph, opened, work.attempts)
+        analysis = work.analyse_again()
+        if record.matches > before:  # what is behind may be something now
+            _recognize(work, analysis, record)
+            analysis = work.analyse_again()
 
 
 def _recognize(
