@@ -87,6 +87,25 @@ def close_last_states(
     return found
 
 
+def take_states_alone(graph: fx.Graph) -> int:
+    """Operators of which the final state alone is read compute that alone from here on; returns how many."""
+    taken = 0
+    for call in graph.find_nodes(op="call_function", target=zeco.gated_linear_attention.default):
+        if call.kwargs or not call.users or any(user.target is not operator.getitem or user.args[1] != 1 for user in call.users):
+            continue
+        _, k, v, g, _, initial_state, _, *wiring = call.args
+        with graph.inserting_before(call):
+            state = graph.call_function(zeco.final_state_of.default, (k, v, g, initial_state, *wiring))
+        for item in list(call.users):
+            state.meta.update(item.meta)
+            item.replace_all_uses_with(state)
+            graph.erase_node(item)
+        state.meta.update({key: mark for key, mark in call.meta.items() if key != "example_value"})
+        graph.erase_node(call)
+        taken += 1
+    return taken
+
+
 def _erase_unread(node: fx.Node) -> None:
     """The node and what it alone read, as far as passes have put it in."""
     stack = [node]

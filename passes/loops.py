@@ -85,20 +85,20 @@ def lift_steps(analysis: Analysis, decisions: list[Decision]) -> int:
 # ------------------------------------------------------------------------------------------------------- finding
 
 
-def emitter_for(analysis: Analysis, decisions: list[Decision]) -> Emitter | None:
-    """What writes the families of a loop over the sequence; None where no loop is to be seen, as with a length of one,
-    or a symbolic one."""
+def emitter_for(analysis: Analysis, decisions: list[Decision], first: int = 0) -> Emitter | None:
+    """What writes the families of a loop over the sequence from step `first` on; None where no loop is to be seen, as
+    with a length of one, or a symbolic one."""
     if not isinstance(analysis.length, int) or analysis.length < 2:
         return None
     plain = _plainly_run(analysis)
-    found, touched = _families(analysis, plain)
+    found, touched = _families(analysis, plain, first)
     return Emitter(analysis, found, touched, plain, decisions) if found else None
 
 
 def _families(
-    analysis: Analysis, plain: Callable[[fx.Node], bool]
+    analysis: Analysis, plain: Callable[[fx.Node], bool], first: int
 ) -> tuple[dict[fx.Node, Family], set[fx.Node]]:
-    """The families of all steps, or of all but the last: nodes of the shadow -> the family whose step they are; and all
+    """The families of all steps from `first` on, or of all but the last: nodes of the shadow -> the family whose step they are; and all
     that is computed from a row, in whatever way."""
     length = analysis.length
     known: dict[Any, Family] = {}
@@ -151,7 +151,8 @@ def _families(
         family.steps.setdefault(t, []).append(node)
         of[node] = family, t
     # Where a step reads the state before it writes, nobody reads what the last one would have written.
-    return {n: f for n, (f, _) in of.items() if set(f.steps) >= set(range(max(2, length - 1)))}, touched
+    needed = set(range(first, max(2, length - 1 + first)))
+    return {n: f for n, (f, _) in of.items() if needed <= set(f.steps)}, touched
 
 
 def _plainly_run(analysis: Analysis) -> Callable[[fx.Node], bool]:

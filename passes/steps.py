@@ -77,9 +77,10 @@ class Steps:
         theirs, other_spec = pytree.tree_flatten((other.args, other.kwargs))
         if spec != other_spec:
             return False
-        return all(self._same_leaf(self.of[one], *pair) for pair in zip(own, theirs, strict=True))
+        return all(self.same_operand(self.of[one], *pair) for pair in zip(own, theirs, strict=True))
 
-    def _same_leaf(self, step: int, one: Any, other: Any) -> bool:
+    def same_operand(self, step: int, one: Any, other: Any) -> bool:
+        """The same of what a value of `step` and one of another step are computed from."""
         if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
             return repr(one) == repr(other)
         found = self.emitter.found

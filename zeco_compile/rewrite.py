@@ -5,6 +5,8 @@ by name         operators of this package, called or substituted, get their grou
 sorted rows     rows that are sorted, worked on one by one or by group, and sorted back, are left alone
 scans           the bodies of scans are written out for all steps at once
 running maxima  the stabilisers of exponential gates are known for all tokens without the states
+first tokens    loops that begin with the first token begin with zeros
+collected sums  what the steps of a loop add up is put together, and summed once
 loops           what the steps of a loop compute from their own tokens alone moves out of it
 by meaning      regions that compute linear attention become the operator
 last states     so do loops of which the last state alone is read
@@ -33,6 +35,8 @@ from zeco_compile.passes import (
     attention_calls,
     by_name,
     checkpoints,
+    collected_sums,
+    first_tokens,
     gather,
     gathered_keys,
     last_states,
@@ -131,6 +135,8 @@ def rewrite(
         ("sorted_rows", _sorted_rows),
         ("scans", _open_scans),
         ("running_maxima", _running_maxima),
+        ("first_tokens", _first_tokens),
+        ("collected_sums", _collected_sums),
         ("loops", _loops),
         ("by_meaning", _by_meaning),
         ("last_states", _last_states),
@@ -214,6 +220,8 @@ def _second_look(
             _sorted_rows,
             _open_scans,
             _running_maxima,
+            _first_tokens,
+            _collected_sums,
             _loops,
             _by_meaning,
             _last_states,
@@ -351,6 +359,14 @@ def _running_maxima(work: _Rewriting, analysis: Analysis, record: PassRecord) ->
     record.matches = running_maxima.lift_maxima(analysis, work.ranks, work.report.decisions)
 
 
+def _first_tokens(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = first_tokens.begin_with_zeros(analysis, work.report.decisions)
+
+
+def _collected_sums(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = collected_sums.collect_sums(analysis, work.report.decisions)
+
+
 def _loops(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     record.matches = loops.lift_steps(analysis, work.report.decisions)
 
@@ -370,6 +386,7 @@ def _last_states(work: _Rewriting, analysis: Analysis, record: PassRecord) -> No
         if record.matches > before:  # what is behind may be something now
             _recognize(work, analysis, record)
             analysis = work.analyse_again()
+    record.matches += last_states.take_states_alone(work.gm.graph)
 
 
 def _recognize(
