@@ -21,6 +21,7 @@ many loops were found. Nothing is done unless all steps behind the first token a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -28,11 +29,11 @@ import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis
-from zeco_compile.passes.loops import Emitter, Place, Unable, Whole, emitter_for, is_factory, log
+from zeco_compile.passes.loops import Emitter, Family, Place, Unable, Whole, emitter_for, is_factory, log, takes_row
 from zeco_compile.passes.masked_updates import Expression, Reading, Update, computed, leaves_of, shown
 from zeco_compile.passes.region import is_inexact
 from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
-from zeco_compile.passes.schema import following, tensors
+from zeco_compile.passes.schema import argument, following, tensors
 from zeco_compile.passes.steps import Steps, alike
 
 aten = torch.ops.aten
@@ -177,6 +178,20 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 # ------------------------------------------------------------------------------------------------------ emitting
 
+_SMOOTH = frozenset(
+    {
+        aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.rsub.Tensor, aten.mul.Tensor, aten.mul.Scalar,
+        aten.neg.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
+        aten.tanh.default, aten.sigmoid.default, aten.relu.default, aten.silu.default, aten.gelu.default,
+        aten.softplus.default, aten.log_sigmoid_forward.default, aten.exp.default, aten.embedding.default,
+        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.t.default,
+        aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.select.int,
+        aten.slice.Tensor, aten.expand.default, aten.clone.default, aten.alias.default, aten._to_copy.default,
+        aten.sum.dim_IntList, aten.mean.dim, operator.getitem, aten.split.Tensor, aten.split_with_sizes.default,
+    }
+)  # fmt: skip
+"""Ops whose gradient is a number for all numbers."""
+
 
 @dataclass(frozen=True)
 class _Beginning:
@@ -187,41 +202,26 @@ class _Beginning:
     def rewrite(self) -> None:
         """Raises Unable."""
         emitter, order = self.emitter, self.emitter.order
-        first, second = self.chain[0].before, self.chain[0].after
-        readers = self._readers_of_first(first, second)
+        first, rest = self.chain[0].before, self.chain[0].rest
+        readers = self._readers_of_first(first, self.chain[0].after)
         ends = [emitter.shadow.origin[each.after] for each in self.chain]
         before = min((user for user, _ in (*readers, (ends[0], first))), key=order.__getitem__)
-        at = Place(before, order[before] - 1)
-        held = emitter.holders(at.index)
-        if first not in held:
-            raise Unable(f"`{first}` has no name of its own by then")
-        like = ends[0]
+        at, like = Place(before, order[before] - 1), ends[0]
         decay = self._of_all(self.chain[0].factor, at)
-        with emitter.graph.inserting_before(at.before):
-            zeros = emitter.call(like, aten.zeros_like.default, held[first])
-        as_written = isinstance(self.chain[0].rest, fx.Node) and self.steps.same_operand(
-            1, self.chain[0].rest, first
-        )
-        if as_written:
-            with emitter.graph.inserting_before(at.before):
-                kept = self._times(like, decay, zeros, 0)
-                begun = emitter.call(like, aten.add.Tensor, kept, held[first])
-            begun.meta[STANDS_FOR] = op_name(like)
-            for user, read in readers:
-                user.replace_input_with(read, begun)
-            return
-        written = self._masked(held[first], at)
+        as_written = isinstance(rest, fx.Node) and self.steps.same_operand(1, rest, first)
+        written = None if as_written else self._masked(at)
+        held = emitter.holders(at.index).get(first)
+        if written is None and held is None:
+            raise Unable(f"`{first}` has no name of its own by then")
         states: list[fx.Node] = []
-        for t in range(len(self.chain) + 1):
+        for t in range(1 if written is None else len(self.chain) + 1):
             place = at if t == 0 else Place(ends[t - 1].next, order[ends[t - 1]])
             with emitter.graph.inserting_before(place.before):
-                kept = self._times(like, decay, states[-1] if states else zeros, t)
-                row = emitter.call(like, aten.select.int, written, 0, t)
-                made = emitter.call(like, aten.add.Tensor, kept, row)
+                row = held if written is None else emitter.call(like, aten.select.int, written, 0, t)
+                state = states[-1] if states else emitter.call(like, aten.zeros_like.default, row)
+                made = emitter.call(like, aten.add.Tensor, self._times(like, decay, state, t), row)
             made.meta[STANDS_FOR] = op_name(like)
-            if t > 0:
-                readers = self._later_readers(self.chain[t - 1].after, ends[t - 1])
-            for user, read in readers:
+            for user, read in readers if t == 0 else self._later_readers(self.chain[t - 1].after, ends[t - 1]):
                 user.replace_input_with(read, made)
             states.append(made)
 
@@ -252,21 +252,57 @@ class _Beginning:
         given = {n: self.emitter.leaf(n, at) for n in leaves}
         return self.emitter.for_all_tokens(function, given, at.before, at)
 
-    def _masked(self, first: fx.Node, at: Place) -> fx.Node:
-        """[T, ...]: what the steps write, and at the sequence's first position what the loop begins with."""
-        emitter, value = self.emitter, self.chain[0].after.meta["val"]
+    def _masked(self, at: Place) -> fx.Node:
+        """[T, ...]: what the steps write, and at the sequence's first position what the loop begins with.
+
+        Both are computed for all tokens, also for those of which the code computes the other one. What that is must not
+        matter, in the gradient neither.
+        """
+        emitter, first, value = self.emitter, self.chain[0].before, self.chain[0].after.meta["val"]
         if value.numel() > max(family.own for family in emitter.found.values()):
             raise Unable("what a step writes is more than a token has")
-        written = self._of_all(self.chain[0].rest, at)
-        if not isinstance(written, Whole) or written.fake.dtype != value.dtype:
+        for expression in (first, self.chain[0].factor, self.chain[0].rest):
+            for leaf in leaves_of(expression):
+                self._refuse_not_smooth(leaf)
+        written, begun = self._of_all(self.chain[0].rest, at), self._everywhere(first, at)
+        wholes = isinstance(written, Whole) and isinstance(begun, Whole)
+        if not wholes or written.fake.dtype != value.dtype or begun.fake.dtype != value.dtype:
             raise Unable("what a step writes is nothing of its token")
-        like = self.emitter.shadow.origin[self.chain[0].after]
+        length = self.steps.length
+        like = emitter.shadow.origin[self.chain[0].after]
         with emitter.graph.inserting_before(at.before):
-            positions = emitter.call(like, torch.arange, self.steps.length, device=value.device)
+            positions = emitter.call(like, torch.arange, length, device=value.device)
             mask = emitter.call(like, torch.eq, positions, 0)
-            mask = emitter.call(like, aten.reshape.default, mask, [self.steps.length, *(1 for _ in value.shape)])
-            one = emitter.call(like, aten.unsqueeze.default, first, 0)
-            return emitter.call(like, torch.where, mask, one, written.value)
+            mask = emitter.call(like, aten.reshape.default, mask, [length, *(1 for _ in value.shape)])
+            return emitter.call(like, torch.where, mask, begun.value, written.value)
+
+    def _everywhere(self, node: fx.Node, at: Place) -> Whole | fx.Node:
+        """What the code computes of the first token, for all of them. Raises Unable."""
+        emitter, analysis = self.emitter, self.steps.analysis
+        if node in emitter.found:
+            return emitter.whole(emitter.found[node], at)
+        if (taken := takes_row(analysis, node)) is not None:
+            source, dim, keeps_dim, _ = taken
+            return emitter.whole(Family(node, False, 0, {0: [node]}, source, dim, keeps_dim), at)
+        if node not in self.steps.of:
+            return emitter.outer(node, at)
+        return emitter.batched(node, lambda n: self._everywhere(n, at), at)
+
+    def _refuse_not_smooth(self, node: fx.Node) -> None:
+        """Raises Unable where some op of a token's might have no gradient for a token that the code applies it not to."""
+        emitter = self.emitter
+        if node not in emitter.touched or self.steps.analysis.is_constant(node):
+            return
+        family = emitter.found.get(node)
+        if family is not None and len(family.steps) == self.steps.length:
+            return  # the code applies it to all
+        if takes_row(self.steps.analysis, node) is not None:
+            return
+        by_number = node.target is aten.div.Tensor and not isinstance(argument(node, "other"), fx.Node)
+        if node.target not in _SMOOTH and not by_number:
+            raise Unable(f"`{node}` may have no gradient for some token")
+        for source in tensors(node):
+            self._refuse_not_smooth(source)
 
     def _later_readers(self, state: fx.Node, end: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         return [

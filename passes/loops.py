@@ -121,7 +121,7 @@ def _families(
             continue
         if not touched.isdisjoint(node.all_input_nodes):
             touched.add(node)
-        taken = _takes_row(analysis, node)
+        taken = takes_row(analysis, node)
         if not plain(node):
             if taken is not None:
                 touched.add(node)
@@ -174,7 +174,7 @@ def is_factory(analysis: Analysis, node: fx.Node) -> bool:
     return made and analysis.is_constant(node)
 
 
-def _takes_row(analysis: Analysis, node: fx.Node) -> tuple[fx.Node, int, bool, int] | None:
+def takes_row(analysis: Analysis, node: fx.Node) -> tuple[fx.Node, int, bool, int] | None:
     """(source, dimension, whether it is kept, t) of a node that reads row t along the whole sequence."""
     if node.target in (aten.select.int, aten.slice.Tensor):
         source = operand(node, 0)
