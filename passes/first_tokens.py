@@ -33,7 +33,7 @@ from zeco_compile.passes.loops import Emitter, Family, Place, Unable, Whole, emi
 from zeco_compile.passes.masked_updates import Expression, Reading, Update, computed, leaves_of, shown
 from zeco_compile.passes.region import is_inexact
 from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
-from zeco_compile.passes.schema import argument, following, tensors
+from zeco_compile.passes.schema import WRITES, argument, following, operand, tensors
 from zeco_compile.passes.steps import Steps, alike
 
 aten = torch.ops.aten
@@ -46,7 +46,10 @@ def begin_with_zeros(analysis: Analysis, decisions: list[Decision]) -> int:
         return 0
     steps = Steps(analysis, emitter)
     rewritten = 0
-    for chain in list(_loops(steps)):
+    chains = list(_loops(steps))
+    for chain in chains:
+        steps.assume(chain[0].after, chain[0].before)
+    for chain in chains:
         try:
             _Beginning(emitter, steps, chain).rewrite()
         except Unable as why:
@@ -322,10 +325,16 @@ class _Beginning:
         readers = []
         for user, read in emitter.reads.get(first, ()):
             of_user = [n for n in emitter.shadow.groups.get(user, ()) if n in first.users]
-            with_others = any(n in second.users for n in of_user)
-            alike_behind = any(
-                steps.same_operand(steps.of[n], n, other) for n in second.users if n in steps.of for other in of_user
-            )
-            if with_others or alike_behind or not way.isdisjoint(of_user):
+            as_later = any(self._reads_alike(n, other) for n in second.users for other in of_user)
+            if as_later or not way.isdisjoint(of_user):
                 readers.append((user, read))
         return readers
+
+    def _reads_alike(self, node: fx.Node, other: fx.Node) -> bool:
+        """The state behind the second token is read by `node` as `other` reads what the loop begins with."""
+        if node is other:
+            return True
+        if node.target in WRITES:  # each into a row of its own
+            written = operand(node, 1), operand(other, 1) if other.target is node.target else None
+            return written == (self.chain[0].after, self.chain[0].before)
+        return node in self.steps.of and self.steps.same_operand(self.steps.of[node], node, other)

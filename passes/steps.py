@@ -36,6 +36,7 @@ class Steps:
                 continue  # zeros like a row of the first token are of no step
             if node in rows or (known and node in emitter.touched):
                 self.of[node] = rows.get(node, max(known, default=0))
+        self.assumed: set[tuple[fx.Node, fx.Node]] = set()
         self._alike: dict[tuple[fx.Node, fx.Node], bool] = {}
 
     def is_carried(self, node: fx.Node) -> bool:
@@ -56,6 +57,11 @@ class Steps:
                     seen.add(source)
                     stack.append(source)
         return list(ends), seen
+
+    def assume(self, one: fx.Node, other: fx.Node) -> None:
+        """Two values are states behind different steps, whatever they are computed from."""
+        self.assumed.add((one, other))
+        self._alike.clear()
 
     def same(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether two values of different steps are the same function of their tokens, and of what they have found.
@@ -83,6 +89,9 @@ class Steps:
         """The same of what a value of `step` and one of another step are computed from."""
         if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
             return repr(one) == repr(other)
+        earlier = self.is_carried(one) and self.of[one] < step
+        if earlier or (one, other) in self.assumed:
+            return True
         found = self.emitter.found
         if one in found or other in found:
             return found.get(one) is found.get(other)
@@ -91,7 +100,7 @@ class Steps:
                 (other.target, other.args, other.kwargs)
             )
             return one is other or alike
-        return self.of[one] < step or self.same(one, other)
+        return self.same(one, other)
 
 
 def alike(one: fx.Node, other: fx.Node) -> bool:
