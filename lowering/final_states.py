@@ -42,7 +42,7 @@ class _FinalState(torch.autograd.Function):
         ctx.save_for_backward(k, v, g, state_in, log_decay)
         ctx.initial_dtype = None if initial_state is None else initial_state.dtype
         ctx.arguments = schedule, blocks, group
-        return ops.final_state(state_in, state, log_decay, group)  # type: ignore[no-any-return]
+        return ops.final_state(state_in, state, log_decay, group)
 
     @staticmethod
     def backward(ctx, dfinal: Tensor):
@@ -55,7 +55,11 @@ class _FinalState(torch.autograd.Function):
         if group != "":
             flying = ops.scan_start(nothing, log_decay, dstate_out, True, schedule, blocks, group)
             dstate_out = ops.scan_wait(flying, nothing, log_decay, group)
-        none = torch.zeros_like(k), torch.zeros_like(v), v.new_empty((0,)) if g is None else torch.zeros_like(g)
+        none = (
+            torch.zeros_like(k),
+            torch.zeros_like(v),
+            v.new_empty((0,)) if g is None else torch.zeros_like(g),
+        )
         dq, do = none[:2]
         _, dk, dv, dg = ops.combine_backward(dq, *none, dq, k, v, g, do, 1.0, state_in, dstate_out)
         dinitial = None
@@ -80,14 +84,14 @@ def _final_state_of(
     """
     if g is not None and g.dim() == 1:
         if g.shape[0] != k.shape[2]:
-            raise InvalidShapes(f"g has shape {list(g.shape)}; it has one value for each head, [{k.shape[2]}].")
+            raise InvalidShapes(
+                f"g has shape {list(g.shape)}; it has one value for each head, [{k.shape[2]}]."
+            )
         g = g.expand(k.shape[0], k.shape[1], k.shape[2])
     sizes = check_sizes(None, k, v, g)
     if initial_state is not None:
         check_state("initial_state", initial_state, sizes)
-    made: Tensor = _FinalState.apply(
-        k, v, g, initial_state, all_scan.check_schedule(schedule), blocks, group
-    )
+    made: Tensor = _FinalState.apply(k, v, g, initial_state, all_scan.check_schedule(schedule), blocks, group)
     return made
 
 

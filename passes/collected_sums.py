@@ -7,8 +7,8 @@
 is a sum over the sequence like any other, if nothing but the next step reads it: `stack([f(h_t, y_t), ...]).sum()`.
 With that, the loop has a value with a row for each position, which `loops` and `recognize` take from there.
 
-Contract: `collect_sums(analysis, decisions)` rewrites the user's graph, which computes what it did, and returns how many
-sums were found. Nothing is done unless every step adds the same functions of what it has found, and does it by an
+Contract: `collect_sums(analysis, decisions)` rewrites the user's graph, which computes what it did, and returns how
+many sums were found. Nothing is done unless every step adds the same functions of what it has found, and does it by an
 addition to the sum itself.
 """
 
@@ -62,14 +62,16 @@ def collect_sums(analysis: Analysis, decisions: list[Decision]) -> int:
 
 
 def _sums(steps: Steps) -> Iterator[_Sum]:
-    for node, step in steps.of.items():
-        if step == steps.length - 1 and steps.is_carried(node):
-            if (found := _sum(steps, node)) is not None:
-                yield found
+    of_last = [node for node, step in steps.of.items() if step == steps.length - 1 and steps.is_carried(node)]
+    for node in of_last:
+        if (found := _sum(steps, node)) is not None:
+            yield found
 
 
 def _sum(steps: Steps, last: fx.Node) -> _Sum | None:
     """The sum that ends with this value, from the last step to the first."""
+    if not isinstance(last.meta.get("val"), torch.Tensor):
+        return None
     terms: list[list[fx.Node]] = []
     after: Any = last
     for step in range(steps.length - 1, -1, -1):
@@ -78,7 +80,9 @@ def _sum(steps: Steps, last: fx.Node) -> _Sum | None:
             return None
         after, of_step = added
         terms.append(of_step)
-    if isinstance(after, fx.Node) and (after in steps.of or not isinstance(after.meta.get("val"), torch.Tensor)):
+    if isinstance(after, fx.Node) and (
+        after in steps.of or not isinstance(after.meta.get("val"), torch.Tensor)
+    ):
         return None
     return _Sum(last, after, [list(each)[::-1] for each in zip(*terms, strict=True)])
 
@@ -120,6 +124,8 @@ def _is_addition(steps: Steps, node: fx.Node, step: int) -> bool:
 def _may_be_term(steps: Steps, node: fx.Node, term: Any, step: int) -> bool:
     if not isinstance(term, fx.Node) or steps.of.get(term) != step:
         return False
+    if not isinstance(term.meta["val"], torch.Tensor):
+        return False
     return bool(term.meta["val"].dtype == node.meta["val"].dtype)
 
 
@@ -138,7 +144,11 @@ def _may_be_before(steps: Steps, before: Any, term: Any, step: int) -> bool:
 def _is_term(steps: Steps, term: Any, later: list[fx.Node], known: list[fx.Node]) -> bool:
     """It is what the step behind has added at this place."""
     other = later[len(known)]
-    if not isinstance(term, fx.Node) or not alike(term, other):
+    if (
+        not isinstance(term, fx.Node)
+        or not isinstance(term.meta["val"], torch.Tensor)
+        or not alike(term, other)
+    ):
         return False
     return steps.same_operand(steps.of[other], other, term) and steps.of.get(term) != steps.of[other]
 
@@ -164,23 +174,28 @@ def _collect(emitter: Emitter, found: _Sum) -> None:
         if start.meta["val"].dtype != value.dtype:
             raise Unable("what it begins with has another dtype")
         start = emitter.outer(start, at)
-    given = [x.meta["val"].shape for x in (found.start, *(x[0] for x in found.terms)) if isinstance(x, fx.Node)]
+    given = [
+        x.meta["val"].shape for x in (found.start, *(x[0] for x in found.terms)) if isinstance(x, fx.Node)
+    ]
     if torch.broadcast_shapes(*given) != value.shape:
         raise Unable("it is broadcast in some step")
-    holders = []
+    put_together = []
     for terms in found.terms:
         if terms[0].meta["val"].numel() > max(emitter.largest, 1):
             raise Unable("what a step adds is more than a token has")
+        if (family := emitter.family_of.get(terms[0])) is not None:
+            put_together.append(emitter.whole(family).value)
+            continue
         if any(term not in held for term in terms):
             raise Unable("what a step adds has no name of its own")
-        holders.append([held[term] for term in terms])
+        with emitter.graph.inserting_before(at.before):
+            put_together.append(emitter.call(end, torch.stack, [held[term] for term in terms], 0))
     with emitter.graph.inserting_before(at.before):
         total = start
-        for each in holders:
-            rows = emitter.call(end, torch.stack, each, 0)
+        for rows in put_together:
             summed = emitter.call(end, aten.sum.dim_IntList, rows, [0], dtype=value.dtype)
             nothing = total is None or (not isinstance(total, fx.Node) and total == 0)
             total = summed if nothing else emitter.call(end, aten.add.Tensor, summed, total)
-            summed.meta[STANDS_FOR] = rows.meta[STANDS_FOR] = op_name(end)
+            summed.meta[STANDS_FOR] = op_name(end)
     for user, read in readers:
         user.replace_input_with(read, total)

@@ -29,7 +29,17 @@ import torch
 from torch import fx
 
 from zeco_compile.passes.analysis import Analysis
-from zeco_compile.passes.loops import Emitter, Family, Place, Unable, Whole, emitter_for, is_factory, log, takes_row
+from zeco_compile.passes.loops import (
+    Emitter,
+    Family,
+    Place,
+    Unable,
+    Whole,
+    emitter_for,
+    is_factory,
+    log,
+    takes_row,
+)
 from zeco_compile.passes.masked_updates import Expression, Reading, Update, computed, leaves_of, shown
 from zeco_compile.passes.region import is_inexact
 from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
@@ -67,8 +77,14 @@ def begin_with_zeros(analysis: Analysis, decisions: list[Decision]) -> int:
 def _loops(steps: Steps) -> Iterator[list[Update]]:
     """The updates of all steps but the first, the first of them with what was there behind the first token."""
     within: set[fx.Node] = set()
-    for node in reversed([node for node, step in steps.of.items() if step == steps.length - 1]):
-        if node in within or not steps.is_carried(node) or not steps.emitter.plain(node) or not is_inexact(node):
+    of_last = [node for node, step in steps.of.items() if step == steps.length - 1]
+    for node in reversed([n for n in of_last if isinstance(n.meta.get("val"), torch.Tensor)]):
+        if (
+            node in within
+            or not steps.is_carried(node)
+            or not steps.emitter.plain(node)
+            or not is_inexact(node)
+        ):
             continue
         chain = _loop(steps, node)
         if chain is not None:
@@ -77,12 +93,11 @@ def _loops(steps: Steps) -> Iterator[list[Update]]:
 
 
 def _loop(steps: Steps, last: fx.Node) -> list[Update] | None:
-    if not isinstance(last.meta.get("val"), torch.Tensor) or last.meta["val"].dim() == 0:
+    if last.meta["val"].dim() == 0:
         return None
     states = [last]
-    for step in range(steps.length - 1, 1, -1):
-        after = states[-1]
-        ends, _ = steps.ways_to(after, lambda node, after=after: alike(node, last) and steps.same(after, node))  # type: ignore[misc]
+    for _ in range(steps.length - 2):
+        ends = steps.before(states[-1])[0]
         if len(ends) != 1:
             return None
         states += ends
@@ -224,7 +239,9 @@ class _Beginning:
                 state = states[-1] if states else emitter.call(like, aten.zeros_like.default, row)
                 made = emitter.call(like, aten.add.Tensor, self._times(like, decay, state, t), row)
             made.meta[STANDS_FOR] = op_name(like)
-            for user, read in readers if t == 0 else self._later_readers(self.chain[t - 1].after, ends[t - 1]):
+            for user, read in (
+                readers if t == 0 else self._later_readers(self.chain[t - 1].after, ends[t - 1])
+            ):
                 user.replace_input_with(read, made)
             states.append(made)
 
@@ -268,9 +285,10 @@ class _Beginning:
             for leaf in leaves_of(expression):
                 self._refuse_not_smooth(leaf)
         written, begun = self._of_all(self.chain[0].rest, at), self._everywhere(first, at)
-        wholes = isinstance(written, Whole) and isinstance(begun, Whole)
-        if not wholes or written.fake.dtype != value.dtype or begun.fake.dtype != value.dtype:
+        if not isinstance(written, Whole) or not isinstance(begun, Whole):
             raise Unable("what a step writes is nothing of its token")
+        if written.fake.dtype != value.dtype or begun.fake.dtype != value.dtype:
+            raise Unable("what a step writes is rounded before it meets the state")
         length = self.steps.length
         like = emitter.shadow.origin[self.chain[0].after]
         with emitter.graph.inserting_before(at.before):
@@ -292,7 +310,7 @@ class _Beginning:
         return emitter.batched(node, lambda n: self._everywhere(n, at), at)
 
     def _refuse_not_smooth(self, node: fx.Node) -> None:
-        """Raises Unable where some op of a token's might have no gradient for a token that the code applies it not to."""
+        """Raises Unable where some op might have no gradient for a token that the code does not apply it to."""
         emitter = self.emitter
         if node not in emitter.touched or self.steps.analysis.is_constant(node):
             return
@@ -317,7 +335,7 @@ class _Beginning:
     def _readers_of_first(self, first: fx.Node, second: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         """Who reads what the loop begins with as the state behind the first token: as others read those behind the
         tokens that follow."""
-        emitter, steps = self.emitter, self.steps
+        emitter = self.emitter
         for state in (first, *(each.after for each in self.chain)):
             if any(read in emitter.mutable for _, read in emitter.reads.get(state, ())):
                 raise Unable(f"`{state}` is written to")

@@ -28,7 +28,7 @@ from zeco_compile.passes.loops import Emitter, Unable, emitter_for, log
 from zeco_compile.passes.region import is_inexact
 from zeco_compile.passes.report import STANDS_FOR, op_name
 from zeco_compile.passes.schema import following
-from zeco_compile.passes.steps import Steps, alike
+from zeco_compile.passes.steps import Steps
 
 aten = torch.ops.aten
 zeco = torch.ops.zeco
@@ -91,7 +91,11 @@ def take_states_alone(graph: fx.Graph) -> int:
     """Operators of which the final state alone is read compute that alone from here on; returns how many."""
     taken = 0
     for call in graph.find_nodes(op="call_function", target=zeco.gated_linear_attention.default):
-        if call.kwargs or not call.users or any(user.target is not operator.getitem or user.args[1] != 1 for user in call.users):
+        if (
+            call.kwargs
+            or not call.users
+            or any(user.target is not operator.getitem or user.args[1] != 1 for user in call.users)
+        ):
             continue
         _, k, v, g, _, initial_state, _, *wiring = call.args
         with graph.inserting_before(call):
@@ -144,7 +148,7 @@ def _chain(steps: Steps, last: fx.Node) -> tuple[list[fx.Node], set[fx.Node]] | 
     what the last step computes on the way."""
     chain, within = [last], set[fx.Node]()
     for step in range(steps.length - 1, 0, -1):
-        ends, way = steps.ways_to(chain[-1], lambda node: alike(node, last) and steps.same(chain[-1], node))
+        ends, way = steps.before(chain[-1])
         if len(ends) != 1:
             return None
         if step == steps.length - 1:
@@ -158,7 +162,9 @@ def _chain(steps: Steps, last: fx.Node) -> tuple[list[fx.Node], set[fx.Node]] | 
 def _is_read_behind(steps: Steps, last: fx.Node, before: fx.Node, way: set[fx.Node]) -> bool:
     """Somebody reads the last state as nobody reads the one before it, but on the `way` to the last one."""
     others = [user for user in before.users if user not in way]
-    return any(user not in others and not any(steps.same(user, each) for each in others) for user in last.users)
+    return any(
+        user not in others and not any(steps.same(user, each) for each in others) for user in last.users
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ emitting

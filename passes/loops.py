@@ -98,8 +98,8 @@ def emitter_for(analysis: Analysis, decisions: list[Decision], first: int = 0) -
 def _families(
     analysis: Analysis, plain: Callable[[fx.Node], bool], first: int
 ) -> tuple[dict[fx.Node, Family], set[fx.Node]]:
-    """The families of all steps from `first` on, or of all but the last: nodes of the shadow -> the family whose step they are; and all
-    that is computed from a row, in whatever way."""
+    """The families of all steps from `first` on, or of all but the last: nodes of the shadow -> the family whose step
+    they are; and all that is computed from a row, in whatever way."""
     length = analysis.length
     known: dict[Any, Family] = {}
     of: dict[fx.Node, tuple[Family, int]] = {}

@@ -1,4 +1,4 @@
-"""The values of a loop over the sequence, step by step: which step computes a value, and what it is called in the others.
+"""The values of a loop over the sequence, step by step: which step computes a value, and what it is in other steps.
 
 What is found here says where to look. Whoever rewrites a graph by it has to compute what the graph did, whatever the
 steps before have been.
@@ -6,9 +6,9 @@ steps before have been.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
@@ -43,15 +43,16 @@ class Steps:
         """It is more than a function of one step's token."""
         return node in self.of and node not in self.emitter.found
 
-    def ways_to(self, node: fx.Node, is_end: Callable[[fx.Node], bool]) -> tuple[list[fx.Node], set[fx.Node]]:
-        """The values of the step before of which `is_end` says so, nearest to `node`, and what has been gone through on
-        the way to them: what is computed of a state alone (`0.9 * h`) is still of the step of that."""
+    def before(self, node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
+        """The values of the step before that this one is computed from, and that are the same function as it is; and
+        what has been gone through on the way to them. What is computed of a state alone (`0.9 * h`) is still of the
+        step of that."""
         step, ends, seen, stack = self.of[node], dict[fx.Node, None](), {node}, [node]
         while stack:
             for source in tensors(stack.pop()):
                 if source in seen or not self.is_carried(source) or self.of[source] < step - 1:
                     continue
-                if self.of[source] == step - 1 and is_end(source):
+                if self.of[source] == step - 1 and alike(source, node) and self.same(node, source):
                     ends[source] = None
                 else:
                     seen.add(source)
@@ -104,7 +105,9 @@ class Steps:
 
 
 def alike(one: fx.Node, other: fx.Node) -> bool:
-    """Of one shape and dtype."""
+    """Tensors of one shape and dtype."""
+    if not all(isinstance(node.meta.get("val"), torch.Tensor) for node in (one, other)):
+        return False
     sizes, others = shape(one), shape(other)
     same_type = one.meta["val"].dtype == other.meta["val"].dtype
     return same_type and len(sizes) == len(others) and all(map(same_size, sizes, others))
