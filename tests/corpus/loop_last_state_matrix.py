@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"families": ["per channel", "per channel"], "or_refused": True}
+EXPECTED = {"families": ["per channel", "per head and token"]}
 LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (5,), (3, 8)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-EXPECTED = {"families": ["per head and token", "none"]}
+EXPECTED = {"families": ["per head and token"] * 3 + ["none"]}
 LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (5,), (3, 8)
 
 
