@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"families": ["constant per head", "per head and token"]}
+EXPECTED = {"families": ["per head and token", "constant per head", "per head and token"]}
 LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (5,), (3, 8)
 
 
