@@ -144,6 +144,22 @@ def _with_one(dim: tuple[Atom, ...], several: tuple[Atom, ...], one: Atom) -> tu
     return dim
 
 
+def value_axes(
+    analysis: Analysis, output: Sequence[Atom], others: Sequence[fx.Node], writers: Sequence[fx.Node]
+) -> list[Atom]:
+    """The axes of the output, other than the sequence, that nothing but v has: none of `others`, the gates and what
+    reads the state. Where there are none of those, not all that is written has them either: k has not."""
+
+    def axes_of(node: fx.Node) -> set[Atom]:
+        return {a for dim in analysis.track.dims(node) for a in analysis.track.axes.flat(dim)}
+
+    outer = set[Atom]().union(*map(axes_of, others))
+    if not others and len(writers) > 1:
+        outer = set.intersection(*map(axes_of, writers))
+    left = [atom for atom in output if atom not in outer]
+    return left or [atom for atom in output if not others]
+
+
 class Operations(Protocol):
     """What arranging needs, on tensors or on graph nodes."""
 

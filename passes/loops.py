@@ -85,21 +85,21 @@ def lift_steps(analysis: Analysis, decisions: list[Decision]) -> int:
 # ------------------------------------------------------------------------------------------------------- finding
 
 
-def emitter_for(analysis: Analysis, decisions: list[Decision]) -> Emitter | None:
-    """What writes the families of a loop over the sequence; None where no loop is to be seen, as with a length of one,
-    or a symbolic one."""
+def emitter_for(analysis: Analysis, decisions: list[Decision], first: int = 0) -> Emitter | None:
+    """What writes the families of a loop over the sequence from step `first` on; None where no loop is to be seen, as
+    with a length of one, or a symbolic one."""
     if not isinstance(analysis.length, int) or analysis.length < 2:
         return None
     plain = _plainly_run(analysis)
-    found, touched = _families(analysis, plain)
+    found, touched = _families(analysis, plain, first)
     return Emitter(analysis, found, touched, plain, decisions) if found else None
 
 
 def _families(
-    analysis: Analysis, plain: Callable[[fx.Node], bool]
+    analysis: Analysis, plain: Callable[[fx.Node], bool], first: int
 ) -> tuple[dict[fx.Node, Family], set[fx.Node]]:
-    """The families of all steps, or of all but the last: nodes of the shadow -> the family whose step they are; and all
-    that is computed from a row, in whatever way."""
+    """The families of all steps from `first` on, or of all but the last: nodes of the shadow -> the family whose step
+    they are; and all that is computed from a row, in whatever way."""
     length = analysis.length
     known: dict[Any, Family] = {}
     of: dict[fx.Node, tuple[Family, int]] = {}
@@ -121,7 +121,7 @@ def _families(
             continue
         if not touched.isdisjoint(node.all_input_nodes):
             touched.add(node)
-        taken = _takes_row(analysis, node)
+        taken = takes_row(analysis, node)
         if not plain(node):
             if taken is not None:
                 touched.add(node)
@@ -151,7 +151,8 @@ def _families(
         family.steps.setdefault(t, []).append(node)
         of[node] = family, t
     # Where a step reads the state before it writes, nobody reads what the last one would have written.
-    return {n: f for n, (f, _) in of.items() if set(f.steps) >= set(range(max(2, length - 1)))}, touched
+    needed = set(range(first, max(2, length - 1 + first)))
+    return {n: f for n, (f, _) in of.items() if needed <= set(f.steps)}, touched
 
 
 def _plainly_run(analysis: Analysis) -> Callable[[fx.Node], bool]:
@@ -173,7 +174,7 @@ def is_factory(analysis: Analysis, node: fx.Node) -> bool:
     return made and analysis.is_constant(node)
 
 
-def _takes_row(analysis: Analysis, node: fx.Node) -> tuple[fx.Node, int, bool, int] | None:
+def takes_row(analysis: Analysis, node: fx.Node) -> tuple[fx.Node, int, bool, int] | None:
     """(source, dimension, whether it is kept, t) of a node that reads row t along the whole sequence."""
     if node.target in (aten.select.int, aten.slice.Tensor):
         source = operand(node, 0)
@@ -659,14 +660,14 @@ class Emitter:
         for user, read in self.reads.get(node, ()):
             if self.order[user] <= self.order[end]:
                 continue
-            if read in self.mutable and self._written_after(read, end):
+            if read in self.mutable and self.written_after(read, end):
                 raise Unable(f"`{read}` is written to later on")
             readers.append((user, read))
         if not readers:
             raise Unable("nobody reads them by that name")
         return readers
 
-    def _written_after(self, holder: fx.Node, end: fx.Node) -> bool:
+    def written_after(self, holder: fx.Node, end: fx.Node) -> bool:
         memory = self.shadow.memory[holder]
         return any(
             self.order[user] > self.order[end] and not memory.isdisjoint(written)

@@ -216,9 +216,11 @@ class Reading:
         if target is aten.neg.default:
             return _times(of("self"), -1)
         if target in (aten.lerp.Tensor, aten.lerp.Scalar):
+            if of("weight").ways:
+                return None
             weight = of("weight").rest
             rest = (operator.sub, 1, weight) if isinstance(weight, fx.Node) else 1 - weight
-            return None if of("weight").ways else _sum(_times(of("self"), rest), _times(of("end"), weight))
+            return _sum(_times(of("self"), rest), _times(of("end"), weight))
         if target is aten.addcmul.default:
             product, by = _multiplied(of("tensor1"), of("tensor2")), argument(node, "value", 1)
             return None if product is None else _sum(of("self"), _times(product, by))

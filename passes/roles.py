@@ -33,6 +33,7 @@ from zeco_compile.passes.layout import (
     canonical_value,
     from_canonical_state,
     from_canonical_value,
+    value_axes,
 )
 from zeco_compile.passes.region import (
     TOLERANCE,
@@ -279,8 +280,7 @@ def find_roles(region: Region, analysis: Analysis, sizes: Sizes) -> Iterator[Rol
     reads_before = in_rows and not _moves_row(probe, rest_of, values, writers, 0, 0.0)
     reads_kept = in_rows and bool(gates) and _reads_undecayed(probe, values, writers, gates[0])
     output_atoms = _atoms(analysis, region.output)
-    outer = {a for n in (*gates, *readers) for a in _atoms(analysis, n)}
-    value_atoms = [a for a in output_atoms if a not in outer]
+    value_atoms = value_axes(analysis, output_atoms, (*gates, *readers), writers)
     carries = bool(region.carries) or piecewise(region, analysis)
     states = [n for n in whole if _is_state(analysis, n, value_atoms, () if carries else output_atoms)]
     for candidate_states in ([states[0]] if len(states) == 1 else [], []):

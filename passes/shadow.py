@@ -140,6 +140,8 @@ class _Recorder(fx.Interpreter):
         operator_ = torch.ops.zeco.gated_linear_attention
         if target in (operator_, operator_.default):  # Dynamo keeps the packet
             return _attention_by_its_parts(*args)
+        if target is torch.ops.zeco.final_state_of.default:
+            return _state_by_its_parts(*args)
         if target in (torch.ops.zeco.complex_recurrence, torch.ops.zeco.complex_recurrence.default):
             return _recurrence_by_its_parts(*args)
         return super().call_function(target, args, kwargs)
@@ -189,10 +191,16 @@ def _attention_by_its_parts(
     if initial_state is not None:  # of no consequence for the axes, but what is not read is not kept
         o = torch.ops.zeco.combine(o, q, g, initial_state, scale)
     o = o.to(q.dtype)
-    state = torch.ops.zeco.rank_state(k, v, g)[0] if output_final_state else q.new_empty((0,))
-    if output_final_state and initial_state is not None:
-        state = state + initial_state.to(state.dtype)
-    return o, state
+    return o, _state_by_its_parts(k, v, g, initial_state) if output_final_state else q.new_empty((0,))
+
+
+def _state_by_its_parts(
+    k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, initial_state: torch.Tensor | None, *_: Any
+) -> torch.Tensor:
+    if g is not None and g.dim() == 1:
+        g = g.expand(k.shape[0], k.shape[1], k.shape[2])
+    state: torch.Tensor = torch.ops.zeco.rank_state(k, v, g)[0]
+    return state if initial_state is None else state + initial_state.to(state.dtype)
 
 
 def _recurrence_by_its_parts(

@@ -25,7 +25,7 @@ def peculiarity(analysis: Analysis, node: fx.Node) -> str | None:
     """A sentence on what a loop does that takes the row `node` out of the sequence; None where there is nothing to say.
     With complex numbers in it nothing else is said."""
     if node.target is aten.flip.default:
-        return "The whole sequence can be turned around, each row a token; not a part of its rows, or rows padded to it."
+        return "The whole sequence can be turned around, each row a token; not a part of its rows, nor padded rows."
     steps = _steps(analysis, node)
     if any(each.meta["val"].dtype.is_complex for each in (*tensors(node), *steps)):
         return (

@@ -6,8 +6,11 @@ sorted rows     rows that are sorted, worked on one by one or by group, and sort
 scans           the bodies of scans are written out for all steps at once
 loops backwards step loops that run from the end become loops over the flipped sequence
 running maxima  the stabilisers of exponential gates are known for all tokens without the states
+first tokens    loops that begin with the first token begin with zeros
+collected sums  what the steps of a loop add up is put together, and summed once
 loops           what the steps of a loop compute from their own tokens alone moves out of it
 by meaning      regions that compute linear attention become the operator
+last states     so do loops of which the last state alone is read
 running sums    what remains of cumulative sums; other cumulative ops are taken for what they will be
 close scans     scans that are still needed are as the user wrote them; of the others nothing is left
 length          numbers that the code computes from the length get the whole one
@@ -34,8 +37,11 @@ from zeco_compile.passes import (
     backward_loops,
     by_name,
     checkpoints,
+    collected_sums,
+    first_tokens,
     gather,
     gathered_keys,
+    last_states,
     length,
     length_tables,
     loops,
@@ -133,8 +139,11 @@ def rewrite(
         ("scans", _open_scans),
         ("backward_loops", _backward_loops),
         ("running_maxima", _running_maxima),
+        ("first_tokens", _first_tokens),
+        ("collected_sums", _collected_sums),
         ("loops", _loops),
         ("by_meaning", _by_meaning),
+        ("last_states", _last_states),
     ]
     if ranks.world_size > 1:
         passes.insert(0, ("length_tables", _length_tables))
@@ -215,8 +224,11 @@ def _second_look(work: _Rewriting, here: Analysis, assumed: list[Assumptions]) -
             _open_scans,
             _backward_loops,
             _running_maxima,
+            _first_tokens,
+            _collected_sums,
             _loops,
             _by_meaning,
+            _last_states,
             _running_sums,
             _close_scans,
         ):
@@ -355,12 +367,34 @@ def _running_maxima(work: _Rewriting, analysis: Analysis, record: PassRecord) ->
     record.matches = running_maxima.lift_maxima(analysis, work.ranks, work.report.decisions)
 
 
+def _first_tokens(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = first_tokens.begin_with_zeros(analysis, work.report.decisions)
+
+
+def _collected_sums(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    record.matches = collected_sums.collect_sums(analysis, work.report.decisions)
+
+
 def _loops(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     record.matches = loops.lift_steps(analysis, work.report.decisions)
 
 
 def _by_meaning(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     _recognize(work, analysis, record)
+
+
+def _last_states(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
+    """Loop behind loop: one may begin with what another has left behind."""
+    tried: last_states.Tried = {}
+    while opened := last_states.open_last_states(analysis, tried):
+        before, known = record.matches, [node for node, _ in work.attempts]
+        _recognize(work, work.analyse_again(), record, hopeless=known)
+        last_states.close_last_states(work.gm.graph, opened, work.attempts)
+        analysis = work.analyse_again()
+        if record.matches > before:  # what is behind may be something now
+            _recognize(work, analysis, record)
+            analysis = work.analyse_again()
+    record.matches += last_states.take_states_alone(work.gm.graph)
 
 
 def _recognize(

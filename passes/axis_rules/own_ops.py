@@ -110,8 +110,9 @@ def carry_after(track: Tracking, node: fx.Node) -> None:
 
 @rule(zeco.rank_state.default)
 def attention_state(track: Tracking, node: fx.Node) -> None:
-    k, v = track.dims(operand(node, 0)), track.dims(operand(node, 1))
-    track.outs(node, [(k[0], k[2], k[3], v[3]), (k[0], k[2], ())])
+    k, v, g = (track.dims(n) if isinstance(n, fx.Node) else () for n in node.args[:3])
+    batch, _, heads = track.broadcast([k[:3], v[:3], g[:3]])
+    track.outs(node, [(batch, heads, k[3], v[3]), (batch, heads, ())])
 
 
 @rule(zeco.running_maximum.default)
@@ -129,3 +130,8 @@ def recurrence_states(track: Tracking, node: fx.Node) -> None:
     for own, other in zip(state, (dims[0], *dims[2:]), strict=True):
         track.unified(node, own, other)
     track.out(node, dims)
+
+
+@rule(zeco.last_state.default)
+def last_state(track: Tracking, node: fx.Node) -> None:
+    track.out(node, track.dims(operand(node, 1)))

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-EXPECTED = {"refused": r"near_first_step_special\.py"}
+EXPECTED = {"families": ["per head and token"]}
 LOCAL_LENGTHS = (5,)
 MORE_LOCAL_LENGTHS = (3,)
 
