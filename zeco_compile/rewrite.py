@@ -133,34 +133,12 @@ def rewrite(
         return Rewritten([], None)  # no input runs along the sequence: everything is whole on every rank
     report.length = str(first.length)
     report.seq_inputs = {i.name: i.along for i in first.inputs if i.kind == "argument"}
-    passes: list[tuple[str, Callable[[_Rewriting, Analysis, PassRecord], None]]] = [
-        ("by_name", _by_name),
-        ("sorted_rows", _sorted_rows),
-        ("scans", _open_scans),
-        ("backward_loops", _backward_loops),
-        ("running_maxima", _running_maxima),
-        ("first_tokens", _first_tokens),
-        ("collected_sums", _collected_sums),
-        ("loops", _loops),
-        ("by_meaning", _by_meaning),
-        ("last_states", _last_states),
-    ]
-    if ranks.world_size > 1:
-        passes.insert(0, ("length_tables", _length_tables))
-    closing = ("close_scans", _close_scans)
+    sharded = ranks.world_size > 1
     assumed_there: list[Assumptions] = []
     whole = first.real_length * ranks.world_size
-    broken = assumed.broken(whole) if ranks.world_size > 1 else None
-    if ranks.world_size > 1:
-        passes += [
-            ("running_sums", _running_sums),
-            closing,
-            ("length", _length),
-            ("shard", _shard),
-            ("verify", _verify),
-        ]
-    else:
-        passes.append(closing)
+    broken = assumed.broken(whole) if sharded else None
+    passes = [(name, run) for name, run, alone in _FINDING if sharded or alone]
+    passes += _SHARDING if sharded else ()
     passes.append(("snapshots", _snapshots))
     analysis: Analysis | None = first
     for name, run in passes:
@@ -217,24 +195,10 @@ def _second_look(work: _Rewriting, here: Analysis, assumed: list[Assumptions]) -
             look=None,
         )
         analysis: Analysis | None = None
-        for run in (
-            _length_tables,
-            _by_name,
-            _sorted_rows,
-            _open_scans,
-            _backward_loops,
-            _running_maxima,
-            _first_tokens,
-            _collected_sums,
-            _loops,
-            _by_meaning,
-            _last_states,
-            _running_sums,
-            _close_scans,
-        ):
+        for name, run, _ in _FINDING:
             analysis = analysis or again.analyse()
             assert analysis is not None, "the inputs are the same, but for their length"
-            record = PassRecord(run.__name__, 0.0, 0)
+            record = PassRecord(name, 0.0, 0)
             run(again, analysis, record)
             if record.matches:
                 gm.recompile()
@@ -483,3 +447,27 @@ def _verify(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
 
 def _snapshots(work: _Rewriting, analysis: Analysis, record: PassRecord) -> None:
     record.matches = snapshots.keep_read_values(analysis)
+
+
+_Pass = Callable[[_Rewriting, Analysis, PassRecord], None]
+
+_FINDING: tuple[tuple[str, _Pass, bool], ...] = (
+    ("length_tables", _length_tables, False),
+    ("by_name", _by_name, True),
+    ("sorted_rows", _sorted_rows, True),
+    ("scans", _open_scans, True),
+    ("backward_loops", _backward_loops, True),
+    ("running_maxima", _running_maxima, True),
+    ("first_tokens", _first_tokens, True),
+    ("collected_sums", _collected_sums, True),
+    ("loops", _loops, True),
+    ("by_meaning", _by_meaning, True),
+    ("last_states", _last_states, True),
+    ("running_sums", _running_sums, False),
+    ("close_scans", _close_scans, True),
+)
+"""The passes that find what is linear attention, of the trace and of that for the whole sequence: the name, the pass,
+and whether it runs on one rank too."""
+
+_SHARDING: tuple[tuple[str, _Pass], ...] = (("length", _length), ("shard", _shard), ("verify", _verify))
+"""The passes that make everything else right where several ranks share the sequence."""
