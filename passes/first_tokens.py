@@ -31,19 +31,17 @@ from torch import fx
 from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.loops import (
     Emitter,
-    Family,
     Place,
     Unable,
     Whole,
     emitter_for,
-    is_factory,
     log,
-    takes_row,
 )
 from zeco_compile.passes.masked_updates import Expression, Reading, Update, computed, leaves_of, shown
 from zeco_compile.passes.region import is_inexact
 from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
 from zeco_compile.passes.schema import WRITES, argument, following, operand, tensors
+from zeco_compile.passes.step_families import Family, is_factory, takes_row
 from zeco_compile.passes.steps import Steps, alike
 
 aten = torch.ops.aten

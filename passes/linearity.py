@@ -78,14 +78,16 @@ def first_not_affine(
             found = found or (node in after and after[node] in depending)
             if not found or not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
                 continue
-            if not _is_affine(node, depending, powers):
+            if not is_affine_op(node, depending, powers=powers):
                 return node
             depending.add(node)
         if len(depending) == count:
             return None
 
 
-def _is_affine(node: fx.Node, depending: set[fx.Node], powers: bool) -> bool:
+def is_affine_op(node: fx.Node, depending: set[fx.Node], *, powers: bool = False) -> bool:
+    """Whether an op is affine in those of its operands that are `depending` on something. With `powers` they may be
+    multiplied with each other."""
     target = node.target
     if target is operator.getitem or target in _CARRIES:
         return True

@@ -30,42 +30,22 @@ from zeco_compile.passes.analysis import Analysis
 from zeco_compile.passes.checkpoints import inherit
 from zeco_compile.passes.locations import user_location
 from zeco_compile.passes.masked_updates import Expression, Update, computed, find_updates, leaves_of, shown
-from zeco_compile.passes.modes import AS_CALLED, changes_gradient, modes
 from zeco_compile.passes.region import is_inexact
 from zeco_compile.passes.report import STANDS_FOR, Decision, op_name
 from zeco_compile.passes.schema import WRITES, argument, is_random, operand, operands
-from zeco_compile.passes.sizes import at_hand
+from zeco_compile.passes.step_families import (
+    VIEWS,
+    Families,
+    Family,
+    elements,
+    find_families,
+    is_factory,
+    own_elements,
+)
 
 log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
-
-_VIEWS = frozenset(
-    {
-        aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int, aten.t.default,
-        aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.squeeze.dims, aten.select.int,
-        aten.slice.Tensor, aten.alias.default, aten.detach.default, aten.clone.default, operator.getitem,
-        aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
-    }
-)  # fmt: skip
-"""What moves elements only: alone it is no reason to rewrite a loop."""
-
-_SPREADING = (aten.expand.default, aten.repeat.default, aten.expand_copy.default)
-
-
-@dataclass(eq=False)
-class Family:
-    """One value in every step: `steps[t]` are the ATen nodes that hold it in step t (more than one where the code
-    computes it twice). `source` is what it is a row of, else `node` shows how it is computed from others."""
-
-    node: fx.Node
-    computes: bool
-    own: int
-    """Elements in one step, those that are only spread not counted."""
-    steps: dict[int, list[fx.Node]] = field(default_factory=dict)
-    source: fx.Node | None = None
-    dim: int = 0
-    keeps_dim: bool = False
 
 
 class Unable(Exception):
@@ -90,151 +70,8 @@ def emitter_for(analysis: Analysis, decisions: list[Decision], first: int = 0) -
     with a length of one, or a symbolic one."""
     if not isinstance(analysis.length, int) or analysis.length < 2:
         return None
-    plain = _plainly_run(analysis)
-    found, touched = _families(analysis, plain, first)
-    return Emitter(analysis, found, touched, plain, decisions) if found else None
-
-
-def _families(
-    analysis: Analysis, plain: Callable[[fx.Node], bool], first: int
-) -> tuple[dict[fx.Node, Family], set[fx.Node]]:
-    """The families of all steps from `first` on, or of all but the last: nodes of the shadow -> the family whose step
-    they are; and all that is computed from a row, in whatever way."""
-    length = analysis.length
-    known: dict[Any, Family] = {}
-    of: dict[fx.Node, tuple[Family, int]] = {}
-    constants: dict[Any, fx.Node] = {}
-    touched: set[fx.Node] = set()
-
-    def same(leaf: Any) -> Any:
-        """What is the same in every step: a family for its values, one node for constants made alike."""
-        if not isinstance(leaf, fx.Node):
-            return repr(leaf)
-        if leaf in of:
-            return of[leaf][0]
-        if is_factory(analysis, leaf):
-            return constants.setdefault((leaf.target, repr(leaf.args), repr(leaf.kwargs)), leaf)
-        return leaf
-
-    for node in analysis.shadow.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if not touched.isdisjoint(node.all_input_nodes):
-            touched.add(node)
-        taken = takes_row(analysis, node)
-        if not plain(node):
-            if taken is not None:
-                touched.add(node)
-            continue
-        if taken is not None:
-            source, dim, keeps_dim, t = taken
-            key: Any = ("row", source, dim, keeps_dim)
-            made = Family(node, False, _elements(node), source=source, dim=dim, keeps_dim=keeps_dim)
-        else:
-            within = [of[source] for source in node.all_input_nodes if source in of]
-            steps = {t for _, t in within}
-            others = {source for source in node.all_input_nodes if source not in of}
-            if len(steps) != 1 or not others.isdisjoint(touched):
-                continue  # a value of one step that all of them use is another thing on a slice
-            own = _own_elements(node, [(f.node, f.own) for f, _ in within])
-            if own is None:
-                continue
-            (t,) = steps
-            flat, spec = pytree.tree_flatten((node.args, node.kwargs))
-            key = (node.target, repr(spec), tuple(same(leaf) for leaf in flat))
-            computes = node.target not in _VIEWS or any(f.computes for f, _ in within)
-            # Some columns of a token are no more than another value of it, but have axes of their own.
-            computes = computes or _elements(node) < max(_elements(f.node) for f, _ in within)
-            made = Family(node, computes, own)
-        touched.add(node)
-        family = known.setdefault(key, made)
-        family.steps.setdefault(t, []).append(node)
-        of[node] = family, t
-    # Where a step reads the state before it writes, nobody reads what the last one would have written.
-    needed = set(range(first, max(2, length - 1 + first)))
-    return {n: f for n, (f, _) in of.items() if needed <= set(f.steps)}, touched
-
-
-def _plainly_run(analysis: Analysis) -> Callable[[fx.Node], bool]:
-    """Whether an ATen node runs as the model was called: no other mode, and no backward of its own."""
-    mode_of = modes(analysis.gm.graph)
-
-    def plain(node: fx.Node) -> bool:
-        origin = analysis.shadow.origin.get(node)
-        if origin is None or changes_gradient(origin) or node.target is aten.detach.default:
-            return False
-        return mode_of[origin] == AS_CALLED
-
-    return plain
-
-
-def is_factory(analysis: Analysis, node: fx.Node) -> bool:
-    """Made of numbers alone, and so the same wherever it is made again."""
-    made = node.op == "call_function" and not node.all_input_nodes and not is_random(node)
-    return made and analysis.is_constant(node)
-
-
-def takes_row(analysis: Analysis, node: fx.Node) -> tuple[fx.Node, int, bool, int] | None:
-    """(source, dimension, whether it is kept, t) of a node that reads row t along the whole sequence."""
-    if node.target in (aten.select.int, aten.slice.Tensor):
-        source = operand(node, 0)
-        dim = argument(node, "dim", 0)
-        start = argument(node, "index" if node.target is aten.select.int else "start")
-        keeps_dim = node.target is aten.slice.Tensor
-    elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        several = node.args[0]
-        if several.target not in (aten.unbind.int, aten.split.Tensor):
-            return None
-        source = operand(several, 0)
-        dim = argument(several, "dim", 0)
-        start = node.args[1]
-        keeps_dim = several.target is aten.split.Tensor
-        if keeps_dim and argument(several, "split_size") != 1:
-            return None
-    else:
-        return None
-    shape = source.meta["val"].shape
-    dim %= len(shape)
-    start = 0 if start is None else start
-    axes = analysis.track.axes
-    along = analysis.track.sequence_dims(source)
-    if along != [dim] or axes.flat(analysis.track.dims(source)[dim]) != axes.flat((axes.sequence,)):
-        return None
-    if not isinstance(start, int) or (keeps_dim and node.meta["val"].shape[dim] != 1):
-        return None
-    return source, dim, keeps_dim, start % analysis.length
-
-
-def _own_elements(node: fx.Node, operands: Sequence[tuple[fx.Node, int]]) -> int | None:
-    """How many elements the op makes of the step's values, those that are only spread not counted; None if it must
-    not be applied to all tokens at once. `operands` are the step's values, with the same of each.
-
-    The outer product of k and v is computed from one token, too, but to hold it for all of them is what linear
-    attention is there to avoid: an op that combines values may not make more of them than it is given.
-    """
-    target = node.target
-    largest, made = max(own for _, own in operands), _elements(node)
-    if target is operator.getitem:
-        return min(largest, made)
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    if is_random(node) or target._schema.is_mutable:
-        return None
-    if target is aten.embedding.default and argument(node, "scale_grad_by_freq", False):
-        return None  # each step counts its own tokens
-    if target in _VIEWS or target in _SPREADING:
-        return min(largest, made)
-    combines = len(operands) > 1 or torch.Tag.pointwise in target.tags
-    return None if combines and made > largest else made
-
-
-def _elements(node: fx.Node) -> int:
-    """Of its values, for the inputs at hand: what is larger than what decides where a loop is cut, and nothing else."""
-    return sum(
-        at_hand(leaf.numel())
-        for leaf in pytree.tree_leaves(node.meta["val"])
-        if isinstance(leaf, torch.Tensor)
-    )
+    found = find_families(analysis, first)
+    return Emitter(analysis, found, decisions) if found.of else None
 
 
 # ------------------------------------------------------------------------------------------------------ emitting
@@ -262,16 +99,13 @@ class Emitter:
     def __init__(
         self,
         analysis: Analysis,
-        found: dict[fx.Node, Family],
-        touched: set[fx.Node],
-        plain: Callable[[fx.Node], bool],
+        found: Families,
         decisions: list[Decision],
     ) -> None:
         self.analysis, self.decisions = analysis, decisions
-        self.found = found
-        self.family_of = {n: f for n, f in found.items() if len(f.steps) == analysis.length}
+        self.found, self.touched, self.plain = found.of, found.touched, found.plain
+        self.family_of = {n: f for n, f in self.found.items() if len(f.steps) == analysis.length}
         """The complete ones."""
-        self.touched, self.plain = touched, plain
         self.shadow, self.graph = analysis.shadow, analysis.gm.graph
         self.order = {node: i for i, node in enumerate(self.graph.nodes)}
         self.mutable = {holder for holder in self.shadow.memory if self.shadow.is_written_to(holder)}
@@ -279,7 +113,7 @@ class Emitter:
         for (user, read), value in self.shadow.reads.items():
             if isinstance(value, fx.Node):
                 self.reads.setdefault(value, []).append((user, read))
-        self.largest = max((_elements(f.node) for f in self.family_of.values()), default=0)
+        self.largest = max((elements(f.node) for f in self.family_of.values() if not f.wide), default=0)
         self.position = {node: i for i, node in enumerate(self.shadow.graph.nodes)}
         self.held: dict[int, dict[fx.Node, fx.Node]] = {}
         self.wholes: dict[Family, Any] = {}
@@ -373,7 +207,7 @@ class Emitter:
                 for user, read in self.reads.get(node, ())
                 if read not in self.mutable
             ]
-            spread = family.own < _elements(family.node)  # the reader spreads a row as well
+            spread = family.own < elements(family.node)  # the reader spreads a row as well
             if not family.computes or not readers or spread:
                 continue
             try:
@@ -507,7 +341,7 @@ class Emitter:
                 continue
             held = self.holders(self.order[self.shadow.origin[node]])
             cut = self._behind_readouts(collected.steps, held) or self._cut(self._cuts(collected.steps), held)
-            if not any(link.target not in _VIEWS for link in cut.links):
+            if not any(link.target not in VIEWS for link in cut.links):
                 continue
             try:
                 self._put_together(node, collected, cut)
@@ -546,10 +380,10 @@ class Emitter:
         while open_:
             values = open_.pop(max(open_, key=self.position.__getitem__))
             source = values[-1]
-            while source.target in _VIEWS and isinstance(source.args[0], fx.Node):
+            while source.target in VIEWS and isinstance(source.args[0], fx.Node):
                 source = source.args[0]
             carried = self._carried(values)
-            whole = self._reads_out(source) or (carried and _elements(values[0]) <= self.largest)
+            whole = self._reads_out(source) or (carried and elements(values[0]) <= self.largest)
             if whole and all(each in held for each in values):
                 read_out.append(values)
                 continue
@@ -579,10 +413,10 @@ class Emitter:
             elif any(repr(leaf) != repr(leaves[0]) for leaf in leaves):
                 return None
         beside = [(n, self.family_of[n].own) for n in last.all_input_nodes if n in self.family_of]
-        given = [(n, _elements(n)) for n in late]
+        given = [(n, elements(n)) for n in late]
         if any(n in self.family_of for n in late):
             return None  # a value of another step
-        if not late or _own_elements(last, [*given, *beside]) is None:
+        if not late or own_elements(last, [*given, *beside]) is None:
             return None
         return list(late.values())
 
@@ -610,7 +444,7 @@ class Emitter:
         """Where to cut, so that what is put together is what has been read out of the state, or the state itself
         where it is no larger than a token; and has a name of its own: behind what is one op to the user."""
         read = [i for i, cut in enumerate(cuts) if self._reads_out(cut.values[0][0])]
-        small = [i for i, cut in enumerate(cuts) if _elements(cut.values[0][0]) <= self.largest]
+        small = [i for i, cut in enumerate(cuts) if elements(cut.values[0][0]) <= self.largest]
         (last,) = cuts[-1].values
         if last[0].meta["val"].dtype.is_complex and self._carried(last):
             read = [len(cuts) - 1]  # what gives complex states gives all of them (complex_recurrences.py)
@@ -627,7 +461,7 @@ class Emitter:
         if node.target not in (aten.sum.dim_IntList, aten.sum.default):
             return False
         before = operand(node, 0)
-        while before.target in _VIEWS:
+        while before.target in VIEWS:
             before = operand(before, 0)
         return before.target is aten.mul.Tensor and any(n in self.family_of for n in before.all_input_nodes)
 
@@ -784,7 +618,7 @@ class _Step:
             op, *operands = expression
             op = _AS_ATEN.get(op)
         elif isinstance(expression, fx.Node) and expression in self.emitter.touched:
-            while expression.target in _VIEWS and _same_shape(expression, operand(expression, 0)):
+            while expression.target in VIEWS and _same_shape(expression, operand(expression, 0)):
                 expression = operand(expression, 0)
             op, operands = expression.target, list(expression.args)
         if op not in (aten.mul.Tensor, aten.bmm.default, aten.add.Tensor) or len(operands) != 2:

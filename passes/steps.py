@@ -13,9 +13,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from zeco_compile.passes.analysis import Analysis
-from zeco_compile.passes.loops import Emitter, is_factory
+from zeco_compile.passes.loops import Emitter
 from zeco_compile.passes.schema import shape, tensors
 from zeco_compile.passes.sizes import same_size
+from zeco_compile.passes.step_families import is_factory
 
 
 class Steps:
