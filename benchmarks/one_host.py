@@ -58,7 +58,7 @@ class Line:
 
 
 def run(ranks: int, folder: Path) -> None:
-    """Every benchmark with that many ranks. Raises CalledProcessError or TimeoutExpired, which name the one that failed,
+    """Every benchmark with that many ranks. Raises CalledProcessError or TimeoutExpired, which say which one failed,
     and leaves what it printed in ``FOLDER/NAME/log.txt``."""
     begin = time.perf_counter()
     for name, (limit, options) in RUNS.items():
