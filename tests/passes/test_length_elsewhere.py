@@ -1,4 +1,4 @@
-"""A number from the length that is used anywhere but along the sequence is refused. A few rows at an end may leave it."""
+"""A number from the length that is used anywhere but along the sequence is refused. A few rows at an end may leave."""
 
 from __future__ import annotations
 
