@@ -68,9 +68,21 @@ def reader_of_erased_writes(
     for node in kept:
         if any(key in first for key in shadow.memory.get(node, ())):
             return node
+    fresh = _of_new_memory(shadow, graph, redirected)
     for reader in shadow.reads.keys() - elsewhere:
         user, argument = reader
-        memory = shadow.memory.get(argument, frozenset())
+        memory = frozenset() if argument in fresh else shadow.memory.get(argument, frozenset())
         if user in alive and any(first.get(key, order[user]) < order[user] for key in memory):
             return user
     return None
+
+
+def _of_new_memory(shadow: Shadow, graph: fx.Graph, redirected: Sequence[Reader]) -> set[fx.Node]:
+    """Views of what the reads `redirected` go to, and of nothing else that shares its memory."""
+    elsewhere, fresh = set(redirected), set[fx.Node]()
+    for node in graph.nodes:
+        memory = shadow.memory.get(node, frozenset())
+        viewed = [n for n in node.all_input_nodes if not memory.isdisjoint(shadow.memory.get(n, ()))]
+        if viewed and all(n in fresh or (node, n) in elsewhere for n in viewed):
+            fresh.add(node)
+    return fresh

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 EXPECTED = {"families": ["per head and token", "per head and token"]}
-LOCAL_LENGTHS = (5,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (5,)
 
 
 class Layer(nn.Module):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 EXPECTED = {"families": ["per channel", "per channel"]}
-LOCAL_LENGTHS = (5,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (5,)
 WORLD_SIZE = 3
 
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 EXPECTED = {"families": ["per head and token", "per head and token"]}
-LOCAL_LENGTHS = (4,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (4,)
 
 
 class Model(nn.Module):

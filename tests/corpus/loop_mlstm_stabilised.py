@@ -6,7 +6,7 @@ from torch import nn
 import zeco_compile
 
 EXPECTED = {"families": ["per head and token", "per head and token"]}
-LOCAL_LENGTHS = (4,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (4,)
 
 
 class Model(nn.Module):

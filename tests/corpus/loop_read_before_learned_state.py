@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 EXPECTED = {"families": ["constant per head"]}
-LOCAL_LENGTHS = (5,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (5,)
 WORLD_SIZE = 3
 
 

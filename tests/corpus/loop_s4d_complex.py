@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 EXPECTED = {"families": ["complex"]}
-LOCAL_LENGTHS = (4,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (4,)
 
 
 class S4D(nn.Module):

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 
 EXPECTED = {"families": ["per head and token", "per head and token"]}
-LOCAL_LENGTHS = (5,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (5,)
 WORLD_SIZE = 3
 
 

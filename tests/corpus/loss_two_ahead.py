@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 EXPECTED = {"families": ["none"]}
-LOCAL_LENGTHS = (5,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (5,)
 MORE_LOCAL_LENGTHS = (2,)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 EXPECTED = {"families": ["constant per head", "per channel"]}
-LOCAL_LENGTHS = (5,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (5,)
 
 
 class Model(nn.Module):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 EXPECTED = {"refused": r"near_complex_real_part_inside\.py.*real part"}
-LOCAL_LENGTHS = (4,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (4,)
 
 
 class Model(nn.Module):

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 EXPECTED = {"refused": r"near_gate_future_shift\.py", "or_equal": True}
-LOCAL_LENGTHS = (5,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (5,)
 
 
 class Model(nn.Module):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 EXPECTED = {"refused": r"near_gate_one_step_late_loop\.py"}
-LOCAL_LENGTHS = (5,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (5,)
 MORE_LOCAL_LENGTHS = (2,)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 EXPECTED = {"refused": r"near_loop_buffer_view_read\.py", "or_equal": True}
-LOCAL_LENGTHS = (4,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (4,)
 
 
 class Model(nn.Module):

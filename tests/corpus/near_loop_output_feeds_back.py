@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 EXPECTED = {"refused": "sequence"}
-LOCAL_LENGTHS = (4,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (4,)
 
 
 class Model(nn.Module):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 EXPECTED = {"refused": r"near_reversed_time\.py"}
-LOCAL_LENGTHS = (5,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (5,)
 
 
 class Model(nn.Module):

@@ -5,7 +5,7 @@ from torch import nn
 from torch._higher_order_ops import associative_scan
 
 EXPECTED = {"refused": r"near_scan_complex_not_associative\.py"}
-LOCAL_LENGTHS = (4,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (4,)
 
 
 class Model(nn.Module):

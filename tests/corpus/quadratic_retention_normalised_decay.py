@@ -6,7 +6,7 @@ from torch import nn
 import zeco_compile
 
 EXPECTED = {"families": ["constant per head"]}
-LOCAL_LENGTHS = (5,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (5,)
 
 
 class Model(nn.Module):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 EXPECTED = {"families": ["per channel"]}
-LOCAL_LENGTHS = (5,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (5,)
 
 
 class Model(nn.Module):

@@ -5,7 +5,7 @@ from torch import nn
 from torch._higher_order_ops.scan import scan
 
 EXPECTED = {"families": ["per channel"]}
-LOCAL_LENGTHS = (5,)
+LOCAL_LENGTHS, MORE_LOCAL_LENGTHS = (3,), (5,)
 MORE_LOCAL_LENGTHS = (1, 2)
 
 

@@ -94,6 +94,7 @@ EQUAL: dict[str, Attend] = {
     "a mask in a buffer": _mask_in_a_buffer,
     "a learned bias": _learned_bias,
     "packed": _packed,
+    "the last column of scores": lambda m, q, k, v: (q @ k.mT).softmax(-1)[..., q.shape[2] - 1 :] * v,
 }
 
 FROM_THE_LENGTH: dict[str, Attend] = {
@@ -102,7 +103,6 @@ FROM_THE_LENGTH: dict[str, Attend] = {
     "a mask's sum": lambda m, q, k, v: (
         (q @ k.mT).softmax(-1) @ v / torch.ones(q.shape[2], q.shape[2], dtype=q.dtype).tril().sum()
     ),
-    "the last row of scores": lambda m, q, k, v: (q @ k.mT).softmax(-1)[..., q.shape[2] - 1 :] * v,
     "a mask for the slice": lambda m, q, k, v: F.scaled_dot_product_attention(
         q, k, v, attn_mask=m.mask if q.shape[2] == 64 else None, is_causal=q.shape[2] < 16
     ),
