@@ -1,8 +1,9 @@
 """Rows that are updated in place: `y[:, -2:] *= 2`, and, from rows at other positions, `y[:, 1:] += x[:, :-1]`.
 
 `write_out_updates` takes such a statement apart before anything is analysed: the rows are read, computed with, and
-written, which the rules for each know. `update_by_shift` is the rule for what combines rows of different windows and is
-written back into one of them: the other one's rows come from the neighbour.
+written, which the rules for each know. `write_in_updates` puts together again what no rule has changed. `update_by_shift`
+is the rule for what combines rows of different windows and is written back into one of them: the other one's rows come
+from the neighbour.
 """
 
 from __future__ import annotations
@@ -58,7 +59,30 @@ def write_out_updates(gm: fx.GraphModule) -> None:
             and set(node.users) == {write}
         )
         if numeric and back and _root(node.args[1]) is not _root(part):
+            node.meta[_WRITTEN_OUT] = node.target
             node.target = _IN_PLACE[node.target]
+
+
+_WRITTEN_OUT = "zeco_written_out"
+"""What a statement that has been taken apart was: `operator.iadd` and its like."""
+
+
+def write_in_updates(gm: fx.GraphModule) -> int:
+    """What is still as `write_out_updates` has left it is an update in place again; returns how many there are.
+
+    A product needs its factors in the backward. In eager `y[i] *= v` keeps what y[i] was, but of `y[i] = y[i] * v` the
+    view is written to.
+    """
+    put_together = 0
+    for node in gm.graph.nodes:
+        in_place, part, write = node.meta.pop(_WRITTEN_OUT, None), next(iter(node.args), None), node.next
+        if in_place is None or not isinstance(part, fx.Node) or part.target is not operator.getitem:
+            continue
+        as_left = write.target is operator.setitem and write.args == (*part.args, node)
+        if as_left and set(part.users) == {node} and set(node.users) == {write}:
+            node.target = in_place
+            put_together += 1
+    return put_together
 
 
 _VIEWS = frozenset(

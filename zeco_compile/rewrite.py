@@ -130,6 +130,7 @@ def rewrite(
     first = work.analyse()
     report.rank, report.world_size, report.group = ranks.rank, ranks.world_size, ranks.group
     if first is None:
+        updates.write_in_updates(gm)
         return Rewritten([], None)  # no input runs along the sequence: everything is whole on every rank
     report.length = str(first.length)
     report.seq_inputs = {i.name: i.along for i in first.inputs if i.kind == "argument"}
@@ -165,6 +166,8 @@ def rewrite(
                 raise
             raise assumed.refusal(broken, whole) from another_program
         assumed.equal.append(assumed_there[-1])
+    if updates.write_in_updates(gm):
+        gm.recompile()
     return Rewritten(list(work.masks.values()), work.output_dims)
 
 

@@ -1,4 +1,5 @@
-"""A token shift, forwards and backwards, written as updates of rows in place, and rows at the ends that are scaled."""
+"""A token shift, forwards and backwards, written as updates of rows in place, rows at the ends that are scaled, and
+features."""
 
 import torch
 from torch import nn
@@ -23,6 +24,8 @@ class Model(nn.Module):
         y[:, :-1] = y[:, :-1] + y[:, 1:].clone()
         y[:, -2:] *= self.scale
         y[:, 0] -= 2
+        y[..., 0] *= z[..., 1]
+        y.view(*y.shape[:2], 2, 2)[:, :, 1] /= 2 + z[..., 2:].tanh()
         return y
 
 
