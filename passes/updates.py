@@ -1,9 +1,9 @@
 """Rows that are updated in place: `y[:, -2:] *= 2`, and, from rows at other positions, `y[:, 1:] += x[:, :-1]`.
 
 `write_out_updates` takes such a statement apart before anything is analysed: the rows are read, computed with, and
-written, which the rules for each know. `write_in_updates` puts together again what no rule has changed. `update_by_shift`
-is the rule for what combines rows of different windows and is written back into one of them: the other one's rows come
-from the neighbour.
+written, which the rules for each know; `write_in_updates` puts together again what no rule has changed.
+`update_by_shift` is the rule for what combines rows of different windows and is written back into one of them: the
+other one's rows come from the neighbour.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mamba's selective scan as minimal implementations write it: the decay is made of the token's step size in the step."""
+"""Mamba's selective scan as minimal implementations write it: the decay is made of the token's step size in a step."""
 
 import torch
 import torch.nn.functional as F

@@ -1,5 +1,4 @@
-"""A token shift, forwards and backwards, written as updates of rows in place, rows at the ends that are scaled, and
-features."""
+"""A token shift, forwards and backwards, written as updates of rows in place, and scaled features and rows at the ends."""
 
 import torch
 from torch import nn
