@@ -1,4 +1,4 @@
-"""A token shift, forwards and backwards, written as updates of rows in place, and scaled features and rows at the ends."""
+"""A token shift, forwards and backwards, written as updates of rows in place; features and rows at the ends, scaled."""
 
 import torch
 from torch import nn
