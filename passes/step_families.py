@@ -258,7 +258,7 @@ def own_elements(node: fx.Node, operands: Sequence[tuple[fx.Node, int]]) -> int 
     largest, made = max(own for _, own in operands), elements(node)
     if target is operator.getitem:
         return min(largest, made)
-    if not may_be_batched(node):
+    if not isinstance(target, torch._ops.OpOverload) or not may_be_batched(node):
         return None
     if target in VIEWS or target in _SPREADING:
         return min(largest, made)
